@@ -1,0 +1,209 @@
+"""Every `PHASEMESH_…` variable, in this one file: environment → frozen config, read once in a `__main__`.
+
+A service loads its own class: `load(GatewayConfig, os.environ)`. A malformed value, and any `PHASEMESH_…`
+name that no class here knows, is ConfigInvalid at start, naming the variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from wire.errors import ConfigInvalid
+
+PREFIX = "PHASEMESH_"
+T = TypeVar("T")
+
+
+def env(name: str, default: Any, help_text: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+    """A config field read from PHASEMESH_<name>. `default` None means "unset"."""
+    meta = {"env": PREFIX + name, "help": help_text, "choices": choices, "minimum": minimum}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True)
+class CellConfig:
+    """What every service shares."""
+
+    cell: str = env("CELL", "default", "Name of the cell: one scheduler and its workers.")
+    redis_url: str = env("REDIS_URL", "redis://127.0.0.1:6379/0", "The Redis or Valkey all services meet at.")
+    log_level: str = env("LOG_LEVEL", "info", "Log level.", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model is served."""
+
+    model: str = env("MODEL", "smollm2-135m-instruct", "Name of a pulled model, or a Hugging Face directory.")
+    model_name: str | None = env("MODEL_NAME", None, "Name clients use; default: the model's directory name.")
+    max_model_len: int | None = env(
+        "MAX_MODEL_LEN", None, "Prompt + output tokens at most; default: the model's own limit.", minimum=2
+    )
+    cache_dir: str | None = env("CACHE_DIR", None, "Where pulled models live; default: ~/.cache/phasemesh.")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    cell: CellConfig = field(default_factory=CellConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    worker_id: str | None = env("WORKER_ID", None, "Stable name of a worker; default: host name and port.")
+    host: str = env("WORKER_HOST", "127.0.0.1", "Address the worker's gRPC server binds.")
+    port: int = env("WORKER_PORT", 0, "Port of the worker's gRPC server; 0 picks a free one.", minimum=0)
+    advertise_address: str | None = env(
+        "WORKER_ADVERTISE_ADDRESS", None, "host:port others reach the worker at; default: what it bound."
+    )
+    health_host: str = env("WORKER_HEALTH_HOST", "127.0.0.1", "Address of the worker's /live, /health and /metrics.")
+    health_port: int = env("WORKER_HEALTH_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0)
+    role: str = env("WORKER_ROLE", "both", "What the worker runs.", choices=("both",))
+    device: str = env("DEVICE", "auto", "Torch device: auto takes cuda when there is one.")
+    weight_dtype: str = env(
+        "WEIGHT_DTYPE",
+        "auto",
+        "auto: the checkpoint's own type on CUDA, float32 on CPU.",
+        choices=("auto", "float32"),
+    )
+    attention_backend: str = env(
+        "ATTENTION_BACKEND",
+        "auto",
+        "auto: flash-attn when importable and on CUDA, else torch.",
+        choices=("auto", "torch", "flash_attn"),
+    )
+    page_size: int | None = env(
+        "KV_PAGE_SIZE", None, "Tokens per KV page, a multiple of 16; default: the attention backend's.", minimum=16
+    )
+    num_pages: int | None = env("KV_PAGES", None, "KV pages; default: from KV_MEMORY_MB.", minimum=2)
+    kv_memory_mb: int = env("KV_MEMORY_MB", 1024, "Memory of the KV pool in MiB when KV_PAGES is unset.", minimum=1)
+    threads: int | None = env("WORKER_THREADS", None, "Compute threads; default: all cores.", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingConfig:
+    """The engine's policy; pure."""
+
+    step_token_budget: int = env("STEP_TOKEN_BUDGET", 256, "Tokens one step may process.", minimum=2)
+    min_chunk_tokens: int = env("MIN_CHUNK_TOKENS", 16, "Smallest prefill chunk worth a place in a step.", minimum=1)
+    max_lease_steps: int = env("MAX_LEASE_STEPS", 16, "Steps a worker may repeat one plan.", minimum=1)
+    max_queued_plans: int = env(
+        "MAX_QUEUED_PLANS", 2, "Plans in flight per worker: one running, the rest queued.", minimum=1
+    )
+    kv_watermark: float = env(
+        "KV_WATERMARK", 0.01, "Share of a worker's pages kept free when a new sequence is admitted.", minimum=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    cell: CellConfig = field(default_factory=CellConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    scheduler_id: str | None = env("SCHEDULER_ID", None, "Name of this scheduler; default: host name and pid.")
+    health_host: str = env("SCHEDULER_HOST", "127.0.0.1", "Address of the scheduler's /live, /health and /metrics.")
+    health_port: int = env("SCHEDULER_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0)
+    no_worker_grace_s: float = env(
+        "NO_WORKER_GRACE_S", 4.0, "With no worker, sequences wait this long, then end in an error.", minimum=0
+    )
+    routing_seed: int = env("ROUTING_SEED", 0, "Seed of the stream that breaks routing ties.", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    cell: CellConfig = field(default_factory=CellConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    gateway_id: str | None = env("GATEWAY_ID", None, "Name of this gateway; default: host name and port.")
+    host: str = env("HOST", "127.0.0.1", "Address the HTTP API binds.")
+    port: int = env("PORT", 8000, "Port of the HTTP API.", minimum=0)
+    max_body_mb: int = env("MAX_BODY_MB", 32, "Largest request body in MiB.", minimum=1)
+    max_live_requests: int = env("MAX_LIVE_REQUESTS", 1024, "Requests in the mesh at once; more get 429.", minimum=1)
+    default_max_tokens: int | None = env(
+        "DEFAULT_MAX_TOKENS", None, "max_tokens of a request without one; default: what the context leaves.", minimum=1
+    )
+    tokenizer_processes: int = env("TOKENIZER_PROCESSES", 1, "Processes that tokenize long prompts.", minimum=1)
+    mesh_grace_s: float = env(
+        "MESH_GRACE_S",
+        30.0,
+        "With no scheduler or no Redis, running requests wait this long, then end in 503.",
+        minimum=0,
+    )
+    api_keys: str | None = env("API_KEYS", None, "Comma-separated keys; unset lets everybody in.")
+    drain_s: float = env("DRAIN_S", 10.0, "How long a stopping gateway lets running requests finish.", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherConfig:
+    """`phasemesh up`."""
+
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    workers: int = env("WORKERS", 1, "Workers the launcher starts.", minimum=1)
+    state_dir: str | None = env(
+        "STATE_DIR", None, "Logs and pid files of the local stack; default: ~/.local/state/phasemesh."
+    )
+    start_redis: bool = env("START_REDIS", True, "Start a Redis of its own; off when --redis-url is given.")
+
+
+CONFIGS: tuple[type[Any], ...] = (
+    CellConfig,
+    ModelConfig,
+    WorkerConfig,
+    BatchingConfig,
+    SchedulerConfig,
+    GatewayConfig,
+    LauncherConfig,
+)
+
+
+def env_fields(cls: type[Any]) -> Iterator[Field[Any]]:
+    """The fields of one class that come from the environment, without its nested slices."""
+    return (f for f in fields(cls) if "env" in f.metadata)
+
+
+def known_variables() -> set[str]:
+    return {f.metadata["env"] for cls in CONFIGS for f in env_fields(cls)}
+
+
+def load(cls: type[T], environ: Mapping[str, str]) -> T:
+    """Build a config class from the environment. Raises ConfigInvalid naming the variable."""
+    unknown = sorted(n for n in environ if n.startswith(PREFIX) and n not in known_variables())
+    if unknown:
+        raise ConfigInvalid(f"unknown variable {unknown[0]}", param=unknown[0])
+    return _build(cls, environ)
+
+
+def _build(cls: type[T], environ: Mapping[str, str]) -> T:
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for f in fields(cls):  # type: ignore[arg-type]  # cls is one of CONFIGS
+        hint = hints[f.name]
+        if is_dataclass(hint):
+            values[f.name] = _build(hint, environ)  # type: ignore[arg-type]
+        elif environ.get(f.metadata["env"], "") != "":
+            values[f.name] = _parse(f, hint, environ[f.metadata["env"]])
+        else:
+            assert f.default is not MISSING
+            values[f.name] = f.default
+    return cls(**values)
+
+
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _parse(f: Field[Any], hint: Any, text: str) -> Any:
+    name = f.metadata["env"]
+    kind = next((a for a in get_args(hint) if a is not type(None)), hint)
+    value: Any
+    try:
+        if kind is bool:
+            value = _BOOLEANS[text.lower()]
+        elif kind in (int, float):
+            value = kind(text)
+        else:
+            value = text
+    except (ValueError, KeyError) as error:
+        raise ConfigInvalid(f"{name}={text!r}: not a {kind.__name__}", param=name) from error
+    choices = f.metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigInvalid(f"{name}={text!r}: one of {', '.join(choices)}", param=name)
+    minimum = f.metadata["minimum"]
+    if minimum is not None and not value >= minimum:
+        raise ConfigInvalid(f"{name}={text!r}: at least {minimum}", param=name)
+    return value
