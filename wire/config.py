@@ -141,6 +141,18 @@ class LauncherConfig:
     start_redis: bool = env("START_REDIS", True, "Start a Redis of its own; off when --redis-url is given.")
 
 
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """`phasemesh chat`."""
+
+    url: str | None = env(
+        "URL", None, "Gateway that `chat` asks; default: the running local stack's, else HOST and PORT."
+    )
+    api_key: str | None = env("API_KEY", None, "Key that `chat` sends; default: the first of API_KEYS.")
+    max_tokens: int | None = env("CHAT_MAX_TOKENS", None, "Longest answer of `chat`, in tokens.", minimum=1)
+    temperature: float | None = env("CHAT_TEMPERATURE", None, "Sampling temperature of `chat`; 0 is greedy.", minimum=0)
+
+
 CONFIGS: tuple[type[Any], ...] = (
     CellConfig,
     ModelConfig,
@@ -149,6 +161,7 @@ CONFIGS: tuple[type[Any], ...] = (
     SchedulerConfig,
     GatewayConfig,
     LauncherConfig,
+    ClientConfig,
 )
 
 

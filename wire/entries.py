@@ -20,6 +20,9 @@ VERSION = 1
 RedisFields: TypeAlias = dict[str, bytes | str | int | float]
 """What XADD and HSET take."""
 
+_MISSHAPEN = (KeyError, TypeError, ValueError, OverflowError)
+"""What building a record from a body of the wrong shape raises; OverflowError: JSON's Infinity as an int."""
+
 
 def pack_tokens(token_ids: list[int]) -> bytes:
     """Token ids as little-endian u32."""
@@ -48,7 +51,7 @@ def _load(raw: dict[bytes, bytes], what: str) -> dict[str, Any]:
         raise EntryMalformed(f"{what}: version {version!r}, this build reads {VERSION}")
     try:
         body = json.loads(raw[b"body"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise EntryMalformed(f"{what}: body missing or not JSON") from error
     if not isinstance(body, dict):
         raise EntryMalformed(f"{what}: body is not an object")
@@ -108,7 +111,7 @@ class RequestEntry:
                 salt=str(body["salt"]),
                 traceparent=str(body["traceparent"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except _MISSHAPEN as error:
             raise EntryMalformed(f"request entry: {error!r}") from error
 
 
@@ -131,7 +134,7 @@ class CancelEntry:
         try:
             choice = body["choice"]
             return cls(RequestId(body["id"]), str(body["reason"]), None if choice is None else int(choice))
-        except (KeyError, TypeError, ValueError) as error:
+        except _MISSHAPEN as error:
             raise EntryMalformed(f"control entry: {error!r}") from error
 
 
@@ -212,7 +215,7 @@ class ReplyEntry:
         body = _load(raw, "reply entry")
         try:
             return cls(Fence(int(body["fence"])), [_reply_item(row) for row in body["items"]])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except _MISSHAPEN as error:
             raise EntryMalformed(f"reply entry: {error!r}") from error
 
 

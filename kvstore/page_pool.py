@@ -1,0 +1,166 @@
+"""Accounting of one worker's KV pages: who holds which, what can be reused. Pure; tensors live on the worker.
+
+A page is in exactly one state:
+
+    free ──allocate──▸ in_use ──release──▸ free        (nothing published in it)
+                       in_use ──release──▸ cached      (published units stay findable)
+    cached ──acquire──▸ in_use
+    cached ──allocate (least recently used first, units withdrawn)──▸ in_use
+    in_use ──retire──▸ retiring ──retired──▸ free | cached
+
+Invariant: free + cached + in_use + retiring == num_pages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from wire.errors import KVPoolExhausted
+from wire.ids import PageId, UnitHash
+from wire.plan import PageUnits
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest resident prefix of a chain of unit hashes.
+
+    `[0, len(full_pages) * page_size)` lies in whole pages that can be shared by reference; the next
+    `partial_units` units lie at the start of `partial_page`, which can only be copied.
+    """
+
+    full_pages: list[PageId]
+    partial_page: PageId | None
+    partial_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    free: int
+    cached: int
+    in_use: int
+    retiring: int
+
+
+class PagePool:
+    """Pages [0, num_pages) of `page_size` tokens each; a unit is `unit_tokens` tokens."""
+
+    def __init__(self, num_pages: int, page_size: int, unit_tokens: int) -> None:
+        if page_size % unit_tokens:
+            raise ValueError(f"page_size {page_size} is not a multiple of unit_tokens {unit_tokens}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.units_per_page = page_size // unit_tokens
+        self._free = [PageId(p) for p in range(num_pages - 1, -1, -1)]  # popped from the end: low ids first
+        self._cached: OrderedDict[PageId, None] = OrderedDict()  # least recently used first
+        self._retiring: set[PageId] = set()
+        self._references = [0] * num_pages
+        self._units: list[list[UnitHash]] = [[] for _ in range(num_pages)]  # published, by offset in the page
+        self._holders: dict[UnitHash, list[PageId]] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Pages that allocate() can hand out now."""
+        return len(self._free) + len(self._cached)
+
+    def counts(self) -> PoolCounts:
+        """How many pages are in each state. O(1)."""
+        free, cached, retiring = len(self._free), len(self._cached), len(self._retiring)
+        return PoolCounts(free, cached, self.num_pages - free - cached - retiring, retiring)
+
+    def match(self, hashes: Sequence[UnitHash]) -> PrefixMatch:
+        """Longest prefix of a unit chain that is resident here. O(pages touched).
+
+        A page holding a unit holds every earlier unit of that page too, of the same chain: pages fill in order
+        and a chain hash fixes all that precedes it. So the last unit of a page stands for the page.
+        """
+        per_page = self.units_per_page
+        full_pages: list[PageId] = []
+        for last in range(per_page - 1, len(hashes), per_page):
+            holders = self._holders.get(hashes[last])
+            if not holders:
+                break
+            full_pages.append(holders[0])
+        first = len(full_pages) * per_page
+        for units in range(min(per_page - 1, len(hashes) - first), 0, -1):
+            holders = self._holders.get(hashes[first + units - 1])
+            if holders:
+                return PrefixMatch(full_pages, holders[0], units)
+        return PrefixMatch(full_pages, None, 0)
+
+    def is_cached(self, page: PageId) -> bool:
+        """Nobody holds it, yet its units can be found: acquiring it takes one from num_available."""
+        return page in self._cached
+
+    def acquire(self, page: PageId) -> None:
+        """Hold a page that is in use or cached, once more."""
+        self._cached.pop(page, None)
+        self._references[page] += 1
+
+    def allocate(self, count: int) -> list[PageId]:
+        """`count` fresh pages, each with one reference. Raises KVPoolExhausted, taking none, when too few are left."""
+        if count > self.num_available:
+            raise KVPoolExhausted(f"{count} pages wanted, {self.num_available} of {self.num_pages} available")
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def _evict(self) -> PageId:
+        page, _ = self._cached.popitem(last=False)
+        self._forget_units(page)
+        return page
+
+    def release(self, pages: Iterable[PageId]) -> None:
+        """Drop one reference from each. Give a sequence's pages tail first: the head is worth keeping longest."""
+        for page in pages:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._settle(page)
+
+    def retire(self, page: PageId) -> None:
+        """Like release of a last reference, but the page may still be read elsewhere until retired()."""
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._retiring.add(page)
+
+    def retired(self, page: PageId) -> None:
+        """The reader of a retiring page is done with it."""
+        self._retiring.remove(page)
+        self._settle(page)
+
+    def _settle(self, page: PageId) -> None:
+        if self._units[page]:
+            self._cached[page] = None
+        else:
+            self._free.append(page)
+
+    def publish(self, page: PageId, unit_hash: UnitHash) -> None:
+        """Make the page's next unit findable; units of a page are published in order of their offset."""
+        self._units[page].append(unit_hash)
+        self._holders.setdefault(unit_hash, []).append(page)
+
+    def withdraw(self, page: PageId) -> None:
+        """Make what the page holds unfindable; whoever uses it goes on using it."""
+        self._forget_units(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
+
+    def _forget_units(self, page: PageId) -> None:
+        for unit_hash in self._units[page]:
+            holders = self._holders[unit_hash]
+            holders.remove(page)
+            if not holders:
+                del self._holders[unit_hash]
+        self._units[page].clear()
+
+    def adopt(self, residents: Iterable[PageUnits]) -> None:
+        """Take over what a worker still holds from an earlier session: those pages become cached. Fresh pools only."""
+        by_page = {r.page_id: r.unit_hashes for r in residents if r.unit_hashes}
+        self._free = [page for page in self._free if page not in by_page]
+        for page, hashes in by_page.items():
+            for unit_hash in hashes:
+                self.publish(page, unit_hash)
+            self._cached[page] = None

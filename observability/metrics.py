@@ -1,0 +1,217 @@
+"""Prometheus metrics of each service. One object per process, with its own registry, so tests can make many.
+
+A fact has one name: where LLM servers already have a `vllm:` one, that; else `phasemesh_…`. Seconds, tokens and
+pages, never milliseconds or bytes. Fields with labels are used as `metrics.requests.labels(route, status).inc()`.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from observability import names
+
+# Upper bounds in seconds. A CPU decodes a step in tens of milliseconds, an accelerator in a few.
+STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+ITL_BUCKETS_S = (
+    0.002,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
+TTFT_BUCKETS_S = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+REQUEST_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 600.0)
+LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+PHASES = ("prefill", "decode")
+PAGE_STATES = ("free", "cached", "in_use", "retiring")
+STEP_PARTS = ("build", "forward", "sample")
+
+
+class GatewayMetrics:
+    """What clients see: requests, latencies, tokens."""
+
+    def __init__(self) -> None:
+        self.registry = r = _registry()
+        model = ["model_name"]
+        self.requests = Counter(
+            names.GATEWAY_REQUESTS, "HTTP requests by route and status.", ["route", "status"], registry=r
+        )
+        self.live_streams = Gauge(names.GATEWAY_LIVE_STREAMS, "Server-sent-event streams open now.", registry=r)
+        self.ttft_s = Histogram(
+            names.VLLM_TIME_TO_FIRST_TOKEN,
+            "Time to first token (TTFT), from the request's arrival.",
+            model,
+            buckets=TTFT_BUCKETS_S,
+            registry=r,
+        )
+        self.itl_s = Histogram(
+            names.VLLM_INTER_TOKEN_LATENCY,
+            "Time between two tokens of a choice (ITL).",
+            model,
+            buckets=ITL_BUCKETS_S,
+            registry=r,
+        )
+        self.tpot_s = Histogram(
+            names.VLLM_TIME_PER_OUTPUT_TOKEN,
+            "A request's mean time per output token after the first (TPOT).",
+            model,
+            buckets=ITL_BUCKETS_S,
+            registry=r,
+        )
+        self.e2e_s = Histogram(
+            names.VLLM_E2E_LATENCY,
+            "Time from a request's arrival to its last byte.",
+            model,
+            buckets=REQUEST_BUCKETS_S,
+            registry=r,
+        )
+        self.prompt_tokens = Counter(names.VLLM_PROMPT_TOKENS, "Prompt tokens of admitted requests.", model, registry=r)
+        self.generation_tokens = Counter(names.VLLM_GENERATION_TOKENS, "Output tokens received.", model, registry=r)
+        self.request_success = Counter(
+            names.VLLM_REQUEST_SUCCESS,
+            "Choices finished, by finish reason.",
+            ["model_name", "finished_reason"],
+            registry=r,
+        )
+        self.cancels = Counter(
+            names.GATEWAY_CANCELS, "Cancels sent to the scheduler, by reason.", ["reason"], registry=r
+        )
+        self.rejections = Counter(
+            names.GATEWAY_REJECTIONS, "Requests answered with an error, by its code.", ["code"], registry=r
+        )
+        self.redis_reconnects = _redis_reconnects(r)
+        self.event_loop_lag_s = _event_loop_lag(r)
+
+
+class SchedulerMetrics:
+    """What the engine decided: queues, pages, plans."""
+
+    def __init__(self) -> None:
+        self.registry = r = _registry()
+        model = ["model_name"]
+        self.requests_running = Gauge(
+            names.VLLM_NUM_REQUESTS_RUNNING, "Sequences admitted to a worker.", model, registry=r
+        )
+        self.requests_waiting = Gauge(
+            names.VLLM_NUM_REQUESTS_WAITING, "Sequences waiting for admission.", model, registry=r
+        )
+        self.queue_time_s = Histogram(
+            names.VLLM_QUEUE_TIME,
+            "Time from a sequence's arrival to its admission.",
+            model,
+            buckets=TTFT_BUCKETS_S,
+            registry=r,
+        )
+        self.preemptions = Counter(names.VLLM_NUM_PREEMPTIONS, "Sequences preempted for KV pages.", model, registry=r)
+        self.prefix_cache_queries = Counter(
+            names.VLLM_PREFIX_CACHE_QUERIES, "Tokens looked up in the prefix cache.", model, registry=r
+        )
+        self.prefix_cache_hits = Counter(
+            names.VLLM_PREFIX_CACHE_HITS, "Tokens found in the prefix cache.", model, registry=r
+        )
+        self.kv_cache_usage = Gauge(
+            names.VLLM_KV_CACHE_USAGE,
+            "Share of a worker's KV pages in use or retiring, 0 to 1.",
+            ["model_name", "worker"],
+            registry=r,
+        )
+        self.workers = Gauge(names.SCHEDULER_WORKERS, "Workers with an open session.", registry=r)
+        self.pages = Gauge(
+            names.SCHEDULER_KV_PAGES,
+            "KV pages by state; the states add up to the pool.",
+            ["worker", "state"],
+            registry=r,
+        )
+        self.plans = Counter(names.SCHEDULER_PLANS, "Plans dispatched.", ["worker"], registry=r)
+        self.tokens = Counter(
+            names.SCHEDULER_TOKENS, "Tokens processed, as workers reported them.", ["worker", "phase"], registry=r
+        )
+        self.step_s = Histogram(
+            names.SCHEDULER_STEP_TIME,
+            "Whole steps, as workers measured them.",
+            ["worker"],
+            buckets=STEP_BUCKETS_S,
+            registry=r,
+        )
+        self.redis_reconnects = _redis_reconnects(r)
+        self.event_loop_lag_s = _event_loop_lag(r)
+
+    def set_pages(self, model_name: str, worker: str, *, free: int, cached: int, in_use: int, retiring: int) -> None:
+        """Export one worker's page pool, and the usage that autoscalers read."""
+        for state, count in zip(PAGE_STATES, (free, cached, in_use, retiring), strict=True):
+            self.pages.labels(worker, state).set(count)
+        self.kv_cache_usage.labels(model_name, worker).set((in_use + retiring) / (free + cached + in_use + retiring))
+
+    def observe_step(self, worker: str, *, step_s: float, prefill_tokens: int, decode_tokens: int) -> None:
+        """Count one reported step."""
+        self.step_s.labels(worker).observe(step_s)
+        self.tokens.labels(worker, "prefill").inc(prefill_tokens)
+        self.tokens.labels(worker, "decode").inc(decode_tokens)
+
+    def forget_worker(self, worker: str) -> None:
+        """Drop a lost worker's gauges, so that no dashboard shows pages that are gone. Its counters stay."""
+        for gauge in (self.pages, self.kv_cache_usage):
+            gauge.remove_by_labels({"worker": worker})
+
+
+class WorkerMetrics:
+    """What the device did."""
+
+    def __init__(self) -> None:
+        self.registry = r = _registry()
+        self.step_s = Histogram(
+            names.WORKER_STEP_TIME,
+            "A step's time by part: build, forward, sample.",
+            ["part"],
+            buckets=STEP_BUCKETS_S,
+            registry=r,
+        )
+        self.tokens = Counter(names.WORKER_TOKENS, "Tokens processed, by phase.", ["phase"], registry=r)
+        self.sequences = Gauge(names.WORKER_SEQUENCES, "Sequences the worker knows.", registry=r)
+        self.queued_plans = Gauge(names.WORKER_QUEUED_PLANS, "Plans waiting behind the running one.", registry=r)
+        self.step_failures = Counter(names.WORKER_STEP_FAILURES, "Steps that raised.", registry=r)
+        self.epochs = Counter(names.WORKER_EPOCHS, "Epochs begun: lives of the KV tensors.", registry=r)
+        self.redis_reconnects = _redis_reconnects(r)
+
+    def observe_step(
+        self, *, build_s: float, forward_s: float, sample_s: float, prefill_tokens: int, decode_tokens: int
+    ) -> None:
+        """Count one step."""
+        for part, seconds in zip(STEP_PARTS, (build_s, forward_s, sample_s), strict=True):
+            self.step_s.labels(part).observe(seconds)
+        self.tokens.labels("prefill").inc(prefill_tokens)
+        self.tokens.labels("decode").inc(decode_tokens)
+
+
+def _registry() -> CollectorRegistry:
+    """A registry that already exports the process's memory, CPU time and open files (`process_…`)."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def _redis_reconnects(registry: CollectorRegistry) -> Counter:
+    return Counter(names.REDIS_RECONNECTS, "Connections to Redis that were lost and made again.", registry=registry)
+
+
+def _event_loop_lag(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        names.EVENT_LOOP_LAG,
+        "How late the event loop woke a timer.",
+        buckets=LAG_BUCKETS_S,
+        registry=registry,
+    )

@@ -1,0 +1,436 @@
+"""The scheduler as a pure function of events: `handle(event, now) -> commands` (design §3).
+
+The life of a request:
+
+    RequestArrived ─▸ queued ─▸ placed on a worker ─▸ prefill chunks ─▸ decodes ─▸ FinishRequest
+                        ▲                                 │ preempted, or the worker is gone
+                        └─────────────────────────────────┘
+
+The live service, the property tests and the simulator run this code unchanged. It reads no clock and does no I/O;
+whatever order events come in, every request ends in exactly one FinishRequest.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import assert_never
+
+from scheduler.commands import Admission, Command, DispatchPlan, FinishRequest, PublishReply
+from scheduler.events import (
+    CancelRequested,
+    ChoiceProgress,
+    Event,
+    FenceLost,
+    Request,
+    RequestArrived,
+    StepReported,
+    Tick,
+    WorkerDown,
+    WorkerUp,
+)
+from scheduler.policy.batching import PlanBuilder, publish_units
+from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
+from scheduler.policy.placement import choose, fits_ever, place
+from scheduler.policy.tie_breaker import TieBreaker
+from scheduler.request_book import RequestBook
+from scheduler.sequence import LiveRequest, Placement, SeqState, Sequence
+from scheduler.stats import EngineStats, PrefillRate, WorkerStats
+from scheduler.worker_view import WorkerView
+from wire.config import BatchingConfig
+from wire.entries import ChoiceReply, TerminalReply, TokensReply
+from wire.errors import ContextLengthExceeded, KVCapacityExceeded, MeshError, StepFailed, WorkerLost
+from wire.ids import Fence, SeqId, WorkerId
+from wire.plan import ModelCard, PageCopy, Progress, Release, StepReport
+from wire.sampling import FinishReason
+
+MAX_FAULTS = 3
+"""Failed steps and dead workers a request may live through; one that was there each time may be their cause."""
+
+
+class Engine:
+    """One cell's policy and books. `fence` goes into every plan; `routing_seed` decides ties between workers."""
+
+    def __init__(self, config: BatchingConfig, *, no_worker_grace_s: float, routing_seed: int, fence: Fence) -> None:
+        self._config = config
+        self._no_worker_grace_s = no_worker_grace_s
+        self._break_tie = TieBreaker(routing_seed)
+        self._builder = PlanBuilder(config, fence, self._preempt)
+        self._queue = FairQueue()
+        self._book = RequestBook()
+        self._workers: dict[WorkerId, WorkerView] = {}
+        self._to_plan: dict[WorkerId, None] = {}  # workers whose next plan may differ from "repeat"
+        self._seq_ids = count(1)
+        self._model: ModelCard | None = None
+        self._rate = PrefillRate()
+        self._num_preemptions = 0
+        self._no_worker_since_s: float | None = None
+        self._fence_lost = False
+        self._now = 0.0
+        self._commands: list[Command] = []
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take in one event at time `now` (seconds, never going back); returns what is to be done, in order."""
+        if self._fence_lost:
+            return []
+        self._now = now
+        if self._no_worker_since_s is None and not self._workers:
+            self._no_worker_since_s = now
+        match event:
+            case RequestArrived(request, progress):
+                self._arrive(request, progress)
+            case CancelRequested():
+                self._cancel(event)
+            case WorkerUp():
+                self._worker_up(event)
+            case WorkerDown(worker_id, epoch, reason):
+                worker = self._workers.get(worker_id)
+                if worker is not None and worker.epoch == epoch:
+                    self._lose_worker(worker, WorkerLost(f"worker {worker_id} was lost: {reason}"))
+            case StepReported(worker_id, epoch, report):
+                worker = self._workers.get(worker_id)
+                if worker is not None and worker.epoch == epoch:
+                    self._take_report(worker, report)
+            case Tick():
+                self._give_up_without_workers()
+            case FenceLost():
+                self._fence_lost = True
+                return []
+            case _:
+                assert_never(event)
+        self._schedule()
+        commands, self._commands = self._commands, []
+        return commands
+
+    def stats(self) -> EngineStats:
+        workers = [
+            WorkerStats(w.worker_id, len(w.running), w.pool.num_pages, w.pool.counts()) for w in self._workers.values()
+        ]
+        waiting_tokens = sum(len(seq.tokens) for seq in self._queue)
+        longest = max((w.capacity_slots for w in self._workers.values()), default=0)
+        return EngineStats(
+            waiting=len(self._queue),
+            running=sum(w.running for w in workers),
+            preemptions=self._num_preemptions,
+            workers=workers,
+            model=self._model,
+            max_request_tokens=longest + 1 if longest else 0,
+            predicted_drain_s=self._rate.drain_s(waiting_tokens, len(workers)),
+        )
+
+    # -- requests come and go --------------------------------------------------------------------------------------
+
+    def _arrive(self, spec: Request, progress: tuple[ChoiceProgress, ...]) -> None:
+        if spec.request_id in self._book.live:
+            return
+        ended = self._book.ended(spec.request_id)
+        if ended is not None:
+            self._commands.append(ended)
+            return
+        request = LiveRequest(spec, self._book.next_order())
+        request.timeline.arrived_s = self._now
+        request.stats.prompt_tokens = len(spec.prompt)
+        self._book.live[spec.request_id] = request
+        known = {p.choice: p for p in progress}
+        for choice in range(spec.num_choices):
+            before = known.get(choice)
+            seq = Sequence(
+                seq_id=SeqId(next(self._seq_ids)),
+                request=request,
+                choice=choice,
+                tokens=spec.prompt + (before.output if before else []),
+                num_prompt=len(spec.prompt),
+                queued_s=self._now,
+            )
+            if before is not None and before.finish_reason is not None:
+                seq.state, seq.finish_reason = SeqState.FINISHED, before.finish_reason
+            request.sequences.append(seq)
+        if self._book.was_cancelled(spec.request_id):
+            self._end_request(request, FinishReason.CANCELLED)
+            return
+        request.held_back = [seq for seq in request.sequences if seq.state is SeqState.WAITING]
+        if not request.held_back:
+            self._finish(request)
+            return
+        self._queue.push(request.held_back.pop(0))
+
+    def _cancel(self, event: CancelRequested) -> None:
+        request = self._book.live.get(event.request_id)
+        if request is None:
+            if event.choice is None:
+                self._book.cancel_early(event.request_id)
+            return
+        reason = FinishReason.STOP if event.reason == "stop" else FinishReason.CANCELLED
+        for seq in request.sequences:
+            if event.choice is None or seq.choice == event.choice:
+                self._end_choice(seq, reason)
+
+    def _end_request(self, request: LiveRequest, reason: FinishReason, error: MeshError | None = None) -> None:
+        """End every choice that still runs, and so the request."""
+        for seq in request.sequences:
+            self._end_choice(seq, reason, error)
+
+    def _end_choice(
+        self, seq: Sequence, reason: FinishReason, error: MeshError | None = None, *, by_worker: bool = False
+    ) -> None:
+        """The one way a choice ends. The last one ends its request, with `error` if that is why."""
+        request = seq.request
+        if seq.state is SeqState.FINISHED:
+            return
+        if seq.state is SeqState.RUNNING:
+            self._queue.leave(seq)
+            self._take_off_worker(seq, worker_knows=by_worker)
+            seq.state = SeqState.FINISHED
+        elif seq in request.held_back:
+            request.held_back.remove(seq)
+            seq.state = SeqState.FINISHED
+        else:
+            seq.state = SeqState.FINISHED
+            self._queue.discard(seq)
+        seq.finish_reason = reason
+        item = ChoiceReply(request.spec.request_id, seq.choice, seq.num_output, reason.value)
+        self._commands.append(PublishReply(request.spec.gateway_id, item))
+        if all(s.state is SeqState.FINISHED for s in request.sequences):
+            self._finish(request, error)
+        elif error is None:
+            self._release_siblings(request)
+
+    def _finish(self, request: LiveRequest, error: MeshError | None = None) -> None:
+        request.timeline.finished_s = self._now
+        stats, timeline = request.stats, request.timeline
+        stats.output_tokens = sum(seq.num_output for seq in request.sequences)
+        if request.stalled_since_s is not None:
+            stats.stall_s += self._now - request.stalled_since_s
+        if timeline.first_token_s is not None:
+            stats.decode_s = max(0.0, self._now - timeline.first_token_s - stats.stall_s)
+        terminal = TerminalReply(
+            request.spec.request_id,
+            error_code=error.code if error else None,
+            error_message=error.message if error else None,
+            retry_after_s=error.retry_after_s if error else None,
+            stats=stats,
+        )
+        finish = FinishRequest(request.spec.gateway_id, request.spec.request_id, terminal, timeline)
+        self._book.end(finish)
+        self._commands.append(finish)
+
+    def _release_siblings(self, request: LiveRequest) -> None:
+        """The first choice's prompt is on its way: the others can share its pages now."""
+        for sibling in request.held_back:
+            self._queue.push(sibling)
+        request.held_back = []
+
+    # -- workers come and go ---------------------------------------------------------------------------------------
+
+    def _worker_up(self, event: WorkerUp) -> None:
+        known = self._workers.get(event.info.worker_id)
+        if known is not None:
+            self._lose_worker(known, WorkerLost(f"worker {known.worker_id} started again"))
+        self._model = event.info.model
+        self._workers[event.info.worker_id] = WorkerView(event.info, event.residents)
+        self._no_worker_since_s = None
+
+    def _lose_worker(self, worker: WorkerView, error: MeshError) -> None:
+        """Its sequences go back to the queue with what they published; the one recovery path (design §4)."""
+        del self._workers[worker.worker_id]
+        self._to_plan.pop(worker.worker_id, None)
+        if not self._workers:
+            self._no_worker_since_s = self._now
+        for seq in list(worker.running.values()):
+            seq.request.timeline.worker_lost_s.append(self._now)
+            self._requeue(seq)
+        for request in {id(seq.request): seq.request for seq in worker.running.values()}.values():
+            request.faults += 1
+            if request.faults >= MAX_FAULTS:
+                self._end_request(request, FinishReason.ERROR, error)
+
+    def _give_up_without_workers(self) -> None:
+        since = self._no_worker_since_s
+        if self._workers or since is None:
+            return
+        for request in list(self._book.live.values()):
+            if self._now - max(since, request.timeline.arrived_s) >= self._no_worker_grace_s:
+                error = WorkerLost(f"no worker for {self._no_worker_grace_s:g} s", retry_after_s=1.0)
+                self._end_request(request, FinishReason.ERROR, error)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Called by the plan builder: the sequence gives up its pages, and resumes later mostly from cached ones."""
+        assert seq.worker is not None
+        self._num_preemptions += 1
+        seq.request.stats.preemptions += 1
+        seq.request.timeline.preempted_s.append(self._now)
+        self._take_off_worker(seq)
+        self._requeue(seq)
+
+    def _take_off_worker(self, seq: Sequence, *, worker_knows: bool = False) -> None:
+        worker = seq.worker
+        assert worker is not None
+        del worker.running[seq.seq_id]
+        if not worker_knows:
+            worker.pending_releases.append(Release(seq.seq_id, seq.incarnation))
+        worker.pool.release(reversed(seq.pages))
+        self._to_plan[worker.worker_id] = None
+
+    def _requeue(self, seq: Sequence) -> None:
+        seq.leave_worker()
+        seq.requeued = True
+        seq.queued_s = self._now
+        if seq.request.timeline.first_token_s is not None and seq.request.stalled_since_s is None:
+            seq.request.stalled_since_s = self._now
+        self._queue.push(seq)
+        self._queue.leave(seq)
+
+    # -- reports ---------------------------------------------------------------------------------------------------
+
+    def _take_report(self, worker: WorkerView, report: StepReport) -> None:
+        if report.failure is not None:
+            self._lose_worker(worker, StepFailed(f"a step failed on {worker.worker_id}: {report.failure}"))
+            return
+        if not worker.accept_report(report):
+            return
+        if report.timing is not None:
+            self._rate.add(report.timing)
+        for progress in report.progress:
+            seq = worker.running.get(progress.seq_id)
+            if seq is not None and seq.incarnation == progress.incarnation:
+                self._advance(worker, seq, progress)
+        self._to_plan[worker.worker_id] = None
+
+    def _advance(self, worker: WorkerView, seq: Sequence, progress: Progress) -> None:
+        seq.num_computed = max(seq.num_computed, progress.num_computed)
+        if progress.tokens and not self._append_tokens(seq, progress):
+            # The worker is ahead of what we were told: start over from the tokens we know.
+            self._take_off_worker(seq)
+            self._requeue(seq)
+            return
+        publish_units(worker, seq, seq.num_computed)
+        match progress.finish_reason:
+            case None:
+                pass
+            case FinishReason.ERROR:
+                for page in seq.pages[seq.num_shared_pages :]:
+                    worker.pool.withdraw(page)
+                error = StepFailed(progress.error or "the worker could not go on with this sequence")
+                self._end_request(seq.request, FinishReason.ERROR, error)
+            case reason:
+                self._end_choice(seq, reason, by_worker=True)
+
+    def _append_tokens(self, seq: Sequence, progress: Progress) -> bool:
+        """Take the tokens we do not have yet; False when there is a gap before them."""
+        request, tokens, logprobs = seq.request, progress.tokens, progress.logprobs
+        known = len(seq.tokens)
+        repeated = known - (progress.num_computed + 1 - len(tokens))
+        if repeated < 0:
+            return False
+        if repeated:
+            tokens = tokens[repeated:]
+            logprobs = logprobs[repeated:] if logprobs is not None else None
+        if not tokens:
+            return True
+        seq.tokens += tokens
+        self._queue.charge(seq, OUTPUT_WEIGHT * len(tokens))
+        if request.timeline.first_token_s is None:
+            request.timeline.first_token_s = self._now
+            request.stats.prefill_s = self._now - request.timeline.admissions[0].admitted_s
+        item = TokensReply(request.spec.request_id, seq.choice, known - seq.num_prompt, tokens, logprobs)
+        self._commands.append(PublishReply(request.spec.gateway_id, item))
+        return True
+
+    # -- placing and planning --------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Place what waits, then plan every worker that something changed on, until nothing moves."""
+        self._place_waiting()
+        while self._to_plan:
+            worker = self._workers[next(iter(self._to_plan))]
+            del self._to_plan[worker.worker_id]
+            while (plan := self._builder.next_plan(worker)) is not None:
+                self._commands.append(DispatchPlan(worker.worker_id, worker.epoch, plan))
+                for chunk in plan.prefill_chunks:
+                    if chunk.children:
+                        self._release_siblings(worker.running[chunk.seq_id].request)
+                self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Admit from the head of the queue; a head without room blocks those behind it, so that nobody starves."""
+        while self._workers and (seq := self._queue.peek()) is not None:
+            if self._already_over(seq):
+                continue
+            placements = [p for w in self._workers.values() if (p := place(seq, w, self._config)) is not None]
+            if placements:
+                self._admit(seq, choose(placements, self._break_tie), placements)
+            elif not any(fits_ever(seq, w) for w in self._workers.values()):
+                self._end_request(seq.request, FinishReason.ERROR, self._too_large(seq))
+            else:
+                return
+
+    def _already_over(self, seq: Sequence) -> bool:
+        """A sequence taken over from an earlier scheduler may have had its last token already."""
+        sampling = seq.request.spec.sampling
+        if not seq.num_output:
+            return False
+        assert self._model is not None
+        last = seq.tokens[-1]
+        is_eos = last in self._model.eos_token_ids and not sampling.ignore_eos
+        if (is_eos or last in sampling.stop_token_ids) and seq.num_output > sampling.min_tokens:
+            self._end_choice(seq, FinishReason.STOP)
+        elif seq.num_output >= sampling.max_tokens:
+            self._end_choice(seq, FinishReason.LENGTH)
+        return seq.state is SeqState.FINISHED
+
+    def _too_large(self, seq: Sequence) -> MeshError:
+        max_tokens = seq.request.spec.sampling.max_tokens
+        wanted = f"prompt of {seq.num_prompt} tokens + max_tokens {max_tokens}"
+        longest = max(w.info.model.max_model_len for w in self._workers.values())
+        if seq.num_prompt + max_tokens > longest:
+            return ContextLengthExceeded(f"{wanted} exceeds the model's {longest} tokens", param="max_tokens")
+        capacity = max(w.capacity_slots for w in self._workers.values())
+        return KVCapacityExceeded(f"{wanted} exceeds the KV pool's {capacity} tokens", param="max_tokens")
+
+    def _admit(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> None:
+        worker, pool = chosen.worker, chosen.worker.pool
+        self._queue.pop(seq)
+        for page in chosen.shared_pages:
+            pool.acquire(page)
+        if chosen.copy_source is not None:
+            pool.acquire(chosen.copy_source)
+        fresh = pool.allocate(chosen.num_fresh_pages)
+        if chosen.copy_source is not None:
+            num_slots = chosen.num_cached - len(chosen.shared_pages) * worker.page_size
+            worker.pending_copies.append(PageCopy(chosen.copy_source, fresh[0], num_slots))
+            worker.pending_pins.append(chosen.copy_source)
+        seq.state = SeqState.RUNNING
+        seq.worker = worker
+        seq.incarnation += 1
+        seq.pages = chosen.shared_pages + fresh
+        seq.num_shared_pages = len(chosen.shared_pages)
+        seq.num_cached = seq.num_dispatched = seq.num_computed = chosen.num_cached
+        seq.prefill_end = len(seq.tokens)
+        seq.num_published = len(chosen.shared_pages) * pool.units_per_page
+        worker.running[seq.seq_id] = seq
+        self._to_plan[worker.worker_id] = None
+        self._note_admission(seq, chosen, placements)
+
+    def _note_admission(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> None:
+        request = seq.request
+        request.timeline.admissions.append(
+            Admission(
+                choice=seq.choice,
+                queued_s=seq.queued_s,
+                admitted_s=self._now,
+                worker_id=chosen.worker.worker_id,
+                cached_tokens=chosen.num_cached,
+                candidates=tuple(p.candidate for p in placements),
+                resumed=seq.requeued,
+            )
+        )
+        stats = request.stats
+        stats.worker_id = chosen.worker.worker_id
+        if request.stalled_since_s is not None:
+            stats.stall_s += self._now - request.stalled_since_s
+            request.stalled_since_s = None
+        if not seq.requeued:
+            uncached = len(seq.tokens) - chosen.num_cached
+            self._queue.charge(seq, INPUT_WEIGHT * uncached + CACHED_WEIGHT * chosen.num_cached)
+        if len(request.timeline.admissions) == 1:
+            stats.queue_s = self._now - request.timeline.arrived_s
+            stats.cached_tokens = chosen.num_cached

@@ -1,0 +1,126 @@
+"""One choice of one request, as the engine follows it. Pure.
+
+    prefill   [0, num_cached) reused | [num_cached, num_dispatched) sent | [num_dispatched, prefill_end) to do
+    decode    the worker owns the next position; we learn it from reports: num_computed
+
+`tokens` holds the prompt and every output token that was reported: `[0, num_prompt) prompt | [num_prompt, len) output`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from kvstore.prefix_hash import chain
+from scheduler.commands import RouteCandidate, Timeline
+from scheduler.events import Request
+from wire.entries import RequestStats
+from wire.ids import UNIT_TOKENS, PageId, SeqId, UnitHash
+from wire.sampling import FinishReason
+
+if TYPE_CHECKING:
+    from scheduler.worker_view import WorkerView
+
+
+class SeqState(Enum):
+    WAITING = auto()
+    """In its tenant's queue, or behind its first sibling's prefill."""
+    RUNNING = auto()
+    """Placed on a worker; holds pages there."""
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    seq_id: SeqId
+    request: LiveRequest
+    choice: int
+    tokens: list[int]
+    num_prompt: int
+    state: SeqState = SeqState.WAITING
+    queued_s: float = 0.0
+    finish_reason: FinishReason | None = None
+
+    incarnation: int = 0
+    """Counts admissions; reports of an older one are stale."""
+    worker: WorkerView | None = None
+    pages: list[PageId] = field(default_factory=list)
+    num_shared_pages: int = 0
+    """The first of `pages`, shared by reference."""
+    num_cached: int = 0
+    num_dispatched: int = 0
+    prefill_end: int = 0
+    """Tokens known at admission: all of them are prefilled, the last one samples."""
+    num_computed: int = 0
+    hashes: list[UnitHash] = field(default_factory=list)
+    """Of every full unit of `tokens` known so far."""
+    num_published: int = 0
+    """Units of `hashes` findable in the worker's pool through this sequence's own pages."""
+    requeued: bool = False
+    """Was admitted before; goes first in its tenant's queue and is not charged again."""
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def max_slots(self) -> int:
+        """KV slots it can ever need: the last sampled token is never fed back."""
+        return self.num_prompt + self.request.spec.sampling.max_tokens - 1
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_dispatched < self.prefill_end
+
+    @property
+    def next_position(self) -> int:
+        """First position a decode may run at next, as far as known: a dispatched prefill counts as run."""
+        return max(self.num_computed, self.num_dispatched)
+
+    @property
+    def granted_slots(self) -> int:
+        return len(self.pages) * self.worker.page_size if self.worker else 0
+
+    def unit_hashes(self) -> list[UnitHash]:
+        """Hashes of all full units of the tokens known now; only new ones are computed."""
+        if (len(self.hashes) + 1) * UNIT_TOKENS <= len(self.tokens):
+            parent = self.hashes[-1] if self.hashes else self.request.spec.root_hash
+            self.hashes += chain(parent, self.tokens, len(self.hashes) * UNIT_TOKENS)
+        return self.hashes
+
+    def leave_worker(self) -> None:
+        """Back to the queue's state; the caller has dealt with the pages."""
+        self.state = SeqState.WAITING
+        self.worker = None
+        self.pages = []
+        self.num_shared_pages = self.num_cached = self.num_published = 0
+        self.num_dispatched = self.prefill_end = self.num_computed = 0
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request without a terminal, and what is counted about it."""
+
+    spec: Request
+    arrived_order: int
+    sequences: list[Sequence] = field(default_factory=list)
+    held_back: list[Sequence] = field(default_factory=list)
+    """Siblings that wait for the first choice's prefill, to share its pages."""
+    stats: RequestStats = field(default_factory=RequestStats)
+    timeline: Timeline = field(default_factory=lambda: Timeline(arrived_s=0.0))
+    stalled_since_s: float | None = None
+    faults: int = 0
+    """Steps that failed and workers that died under it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a waiting sequence may go, and what it would reuse there."""
+
+    worker: WorkerView
+    shared_pages: list[PageId]
+    copy_source: PageId | None
+    num_cached: int
+    num_fresh_pages: int
+    candidate: RouteCandidate

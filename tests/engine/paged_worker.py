@@ -1,0 +1,224 @@
+"""A worker without tensors that still cannot be fooled: every KV slot holds a digest of the whole prefix it stands for.
+
+Each step checks that the block table really leads to the KV of the sequence's own tokens: a page shared, copied,
+evicted or freed at the wrong moment shows up as a wrong digest, a position past a grant as an assertion.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvstore.prefix_hash import chain
+from wire.ids import UNIT_TOKENS, Epoch, PageId, SeqId, UnitHash, WorkerId
+from wire.plan import (
+    ModelCard,
+    PageGrant,
+    PageUnits,
+    Progress,
+    SequenceStart,
+    StepPlan,
+    StepReport,
+    StepTiming,
+    WorkerInfo,
+)
+from wire.sampling import FinishReason, SamplingParams
+
+EOS = 1
+VOCAB = 50
+CARD = ModelCard("model", "r0", "LlamaForCausalLM", VOCAB, 400, (EOS,), "float32")
+
+
+def digest_after(previous: int, token: int) -> int:
+    return (previous * 1_000_003 + token + 7) % (1 << 61)
+
+
+def next_token(digest: int, seed: int) -> int:
+    """The "model": a token that depends on the whole prefix; EOS about once in 25."""
+    return (digest * 31 + seed * 97) % 1009 % VOCAB
+
+
+def expected_output(prompt: list[int], sampling: SamplingParams, max_model_len: int = CARD.max_model_len) -> list[int]:
+    """What any correct schedule must emit."""
+    digest, output = 0, list[int]()
+    for token in prompt:
+        digest = digest_after(digest, token)
+    while len(output) < sampling.max_tokens:
+        token = next_token(digest, sampling.seed)
+        output.append(token)
+        if token == EOS and not sampling.ignore_eos:
+            break
+        digest = digest_after(digest, token)
+    return output
+
+
+@dataclass
+class _Sequence:
+    incarnation: int
+    start: SequenceStart
+    tokens: list[int]
+    digests: list[int]  # digests[i] stands for tokens[: i + 1]
+    num_computed: int
+    pages: list[PageId] = field(default_factory=list)
+    granted_slots: int = 0
+    decoding: bool = False
+
+
+class PagedWorker:
+    """Runs plans exactly as design §4 says; the test decides when a step runs and when its report arrives."""
+
+    def __init__(self, worker_id: str, num_pages: int, page_size: int, step_budget: int, epoch: int = 1) -> None:
+        self.info = WorkerInfo(
+            WorkerId(worker_id), Epoch(epoch), "both", "127.0.0.1:1", CARD, num_pages, page_size, UNIT_TOKENS
+        )
+        self.step_budget = step_budget
+        self.plans: deque[StepPlan] = deque()
+        self.reports: deque[StepReport] = deque()
+        self._sequences: dict[SeqId, _Sequence] = {}
+        self._slots: dict[PageId, list[int | None]] = {PageId(p): [None] * page_size for p in range(num_pages)}
+        self._units: dict[PageId, list[UnitHash]] = {PageId(p): [] for p in range(num_pages)}
+        self._current: StepPlan | None = None
+        self._step = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self._current is None and not self.plans
+
+    def residents(self) -> list[PageUnits]:
+        return [PageUnits(page, list(units)) for page, units in self._units.items() if units]
+
+    def reconnect(self) -> None:
+        """The session broke: plans and sequences go, computed units stay."""
+        self.plans.clear()
+        self.reports.clear()
+        self._sequences.clear()
+        self._current, self._step = None, 0
+
+    def run_step(self) -> None:
+        """Run one step of the oldest plan, or its releases alone, and queue the report."""
+        if self._current is None:
+            if not self.plans:
+                return
+            self._current, self._step = self.plans.popleft(), 0
+            self._begin(self._current)
+        plan = self._current
+        if plan.max_steps == 0:
+            self._current = None
+            self.reports.append(StepReport(plan.plan_id, 0, True, []))
+            return
+        progress = self._run(plan, first=self._step == 0)
+        done = self._step + 1 >= plan.max_steps or bool(self.plans) or not self._can_repeat(plan)
+        timing = StepTiming(0, 0, 1000, 0, sum(c.num_tokens for c in plan.prefill_chunks) * (self._step == 0), 0, 0)
+        self.reports.append(StepReport(plan.plan_id, self._step, done, progress, timing))
+        self._step += 1
+        if done:
+            self._current = None
+
+    def _begin(self, plan: StepPlan) -> None:
+        for release in plan.releases:
+            known = self._sequences.get(release.seq_id)
+            if known is not None and known.incarnation == release.incarnation:
+                del self._sequences[release.seq_id]
+        for copy in plan.page_copies:
+            source = self._slots[copy.source_page]
+            self._slots[copy.target_page][: copy.num_slots] = source[: copy.num_slots]
+            self._units[copy.target_page] = self._units[copy.source_page][: copy.num_slots // UNIT_TOKENS]
+
+    def _run(self, plan: StepPlan, *, first: bool) -> list[Progress]:
+        ran: list[tuple[_Sequence, SeqId, int, int]] = []
+        for seq_id, count, samples in self._work(plan, first):
+            seq = self._sequences[seq_id]
+            self._write(seq, seq.num_computed, count)
+            seq.num_computed += count
+            ran.append((seq, seq_id, count, samples))
+        assert sum(count for *_, count, _ in ran) <= self.step_budget, "step over budget"
+        return [self._finish_step(seq, seq_id, bool(samples)) for seq, seq_id, _, samples in ran]
+
+    def _work(self, plan: StepPlan, first: bool) -> list[tuple[SeqId, int, int]]:
+        work: list[tuple[SeqId, int, int]] = []
+        if first:
+            for decode in plan.decodes:
+                seq = self._known(decode.seq_id, decode.incarnation)
+                if seq is not None and decode.grant is not None:
+                    self._take_grant(seq, decode.grant)
+        for decode in plan.decodes:
+            seq = self._known(decode.seq_id, decode.incarnation)
+            if seq is not None and seq.decoding and seq.num_computed < seq.granted_slots:
+                work.append((decode.seq_id, 1, 1))
+        for chunk in plan.prefill_chunks:
+            if first:
+                if chunk.start is not None:
+                    tokens = list(chunk.start.token_ids)
+                    fresh = _Sequence(chunk.incarnation, chunk.start, tokens, [], chunk.start_pos)
+                    digest = 0
+                    for token in tokens:
+                        digest = digest_after(digest, token)
+                        fresh.digests.append(digest)
+                    self._sequences[chunk.seq_id] = fresh
+                seq = self._known(chunk.seq_id, chunk.incarnation)
+                if seq is None:
+                    continue
+                if chunk.grant is not None:
+                    self._take_grant(seq, chunk.grant)
+                assert chunk.start_pos == seq.num_computed, "a chunk must start where the last one ended"
+                ends = chunk.start_pos + chunk.num_tokens == len(seq.tokens)
+                assert bool(chunk.children) == ends
+                work.append((chunk.seq_id, chunk.num_tokens, int(ends)))
+            else:
+                seq = self._known(chunk.seq_id, chunk.incarnation)
+                if seq is not None and seq.decoding and seq.num_computed < seq.granted_slots:
+                    work.append((chunk.seq_id, 1, 1))
+        return work
+
+    def _can_repeat(self, plan: StepPlan) -> bool:
+        members = [(d.seq_id, d.incarnation) for d in plan.decodes]
+        members += [(c.seq_id, c.incarnation) for c in plan.prefill_chunks]
+        known = [seq for m in members if (seq := self._known(*m)) is not None]
+        return any(seq.decoding and seq.num_computed < seq.granted_slots for seq in known)
+
+    def _known(self, seq_id: SeqId, incarnation: int) -> _Sequence | None:
+        seq = self._sequences.get(seq_id)
+        return seq if seq is not None and seq.incarnation == incarnation else None
+
+    def _take_grant(self, seq: _Sequence, grant: PageGrant) -> None:
+        seq.pages[grant.first_index : grant.first_index + len(grant.page_ids)] = grant.page_ids
+        seq.granted_slots = grant.granted_slots
+
+    def _write(self, seq: _Sequence, start: int, count: int) -> None:
+        size = self.info.page_size
+        assert start + count <= seq.granted_slots, "ran past its grant"
+        for position in range(start, start + count):
+            page, slot = seq.pages[position // size], position % size
+            if slot == 0:
+                self._units[page] = []
+            assert len(self._units[page]) * UNIT_TOKENS <= slot, "wrote into a published unit"
+            self._slots[page][slot] = seq.digests[position]
+        for position in range(start + count):
+            held = self._slots[seq.pages[position // size]][position % size]
+            assert held == seq.digests[position], f"position {position} reads another sequence's KV"
+
+    def _finish_step(self, seq: _Sequence, seq_id: SeqId, samples: bool) -> Progress:
+        self._note_units(seq)
+        if not samples:
+            return Progress(seq_id, seq.incarnation, seq.num_computed, [])
+        sampling = seq.start.sampling
+        token = next_token(seq.digests[-1], sampling.seed)
+        seq.tokens.append(token)
+        seq.digests.append(digest_after(seq.digests[-1], token))
+        seq.decoding = True
+        reason = None
+        if token == EOS and not sampling.ignore_eos:
+            reason = FinishReason.STOP
+        elif len(seq.tokens) - seq.start.num_prompt_tokens >= sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            del self._sequences[seq_id]
+        return Progress(seq_id, seq.incarnation, seq.num_computed, [token], None, reason)
+
+    def _note_units(self, seq: _Sequence) -> None:
+        per_page = self.info.page_size // UNIT_TOKENS
+        hashes = chain(seq.start.root_hash, seq.tokens[: seq.num_computed])
+        for index, unit_hash in enumerate(hashes):
+            units = self._units[seq.pages[index // per_page]]
+            if len(units) == index % per_page:
+                units.append(unit_hash)

@@ -1,0 +1,90 @@
+"""Plans and reports come out of their protobuf bytes as they went in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.wire import strategies
+from wire import plan, worker_codec, worker_pb2
+from wire.errors import EntryMalformed
+from wire.ids import Fence, PlanId, SeqId
+from wire.plan import PageUnits, StepPlan, StepReport, WorkerInfo
+from wire.sampling import SamplingParams
+
+
+@given(sent=strategies.step_plans)
+def test_a_plan_survives_the_trip(sent: StepPlan) -> None:
+    data = worker_codec.encode_plan(sent).SerializeToString()
+    assert worker_codec.decode_plan(worker_pb2.StepPlan.FromString(data)) == sent
+
+
+@given(sent=strategies.step_reports)
+def test_a_report_survives_the_trip(sent: StepReport) -> None:
+    data = worker_codec.encode_report(sent).SerializeToString()
+    assert worker_codec.decode_report(worker_pb2.StepReport.FromString(data)) == sent
+
+
+@given(sent=strategies.sampling)
+def test_sampling_survives_the_trip(sent: SamplingParams) -> None:
+    data = worker_codec.encode_sampling(sent).SerializeToString()
+    assert worker_codec.decode_sampling(worker_pb2.Sampling.FromString(data)) == sent
+
+
+@given(sent=strategies.worker_infos)
+def test_a_hello_survives_the_trip(sent: WorkerInfo) -> None:
+    data = worker_codec.encode_hello(sent).SerializeToString()
+    assert worker_codec.decode_hello(worker_pb2.Hello.FromString(data)) == sent
+
+
+@given(sent=st.lists(strategies.page_units, max_size=3), last=st.booleans())
+def test_residents_survive_the_trip(sent: list[PageUnits], last: bool) -> None:
+    message = worker_pb2.Residents.FromString(worker_codec.encode_residents(sent, last=last).SerializeToString())
+    assert worker_codec.decode_residents(message) == sent
+    assert message.last == last
+
+
+def test_no_logprobs_and_zero_logprobs_are_told_apart() -> None:
+    none, zero = SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, logprobs=0)
+    assert worker_codec.decode_sampling(worker_codec.encode_sampling(none)).logprobs is None
+    assert worker_codec.decode_sampling(worker_codec.encode_sampling(zero)).logprobs == 0
+
+
+def test_an_empty_grant_is_not_an_absent_one() -> None:
+    empty = plan.Decode(SeqId(1), 0, plan.PageGrant(first_index=0, page_ids=[], granted_slots=0))
+    sent = StepPlan(PlanId(1), Fence(1), decodes=[empty])
+    assert worker_codec.decode_plan(worker_codec.encode_plan(sent)).decodes == [empty]
+
+
+def test_an_unknown_finish_reason_is_refused() -> None:
+    report = worker_pb2.StepReport(plan_id=1, progress=[worker_pb2.Progress(seq_id=1, finish_reason="tired")])
+    with pytest.raises(EntryMalformed, match="tired"):
+        worker_codec.decode_report(report)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (plan.StepPlan, worker_pb2.StepPlan),
+        (plan.PrefillChunk, worker_pb2.PrefillChunk),
+        (plan.SequenceStart, worker_pb2.SequenceStart),
+        (plan.Decode, worker_pb2.Decode),
+        (plan.Child, worker_pb2.Child),
+        (plan.PageGrant, worker_pb2.PageGrant),
+        (plan.PageCopy, worker_pb2.PageCopy),
+        (plan.KvPull, worker_pb2.KvPull),
+        (plan.Release, worker_pb2.Release),
+        (plan.StepReport, worker_pb2.StepReport),
+        (plan.Progress, worker_pb2.Progress),
+        (plan.StepTiming, worker_pb2.StepTiming),
+        (plan.WorkerInfo, worker_pb2.Hello),
+        (plan.ModelCard, worker_pb2.ModelCard),
+        (plan.PageUnits, worker_pb2.PageUnits),
+    ],
+)
+def test_records_and_messages_have_the_same_fields(record: type, message: type) -> None:
+    """A field added on one side only would be dropped in silence."""
+    assert {f.name for f in dataclasses.fields(record)} == set(message.DESCRIPTOR.fields_by_name)  # type: ignore[attr-defined]
