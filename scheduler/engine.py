@@ -144,14 +144,13 @@ class Engine:
             if before is not None and before.finish_reason is not None:
                 seq.state, seq.finish_reason = SeqState.FINISHED, before.finish_reason
             request.sequences.append(seq)
-        if self._book.was_cancelled(spec.request_id):
-            self._end_request(request, FinishReason.CANCELLED)
-            return
         request.held_back = [seq for seq in request.sequences if seq.state is SeqState.WAITING]
         if not request.held_back:
             self._finish(request)
-            return
-        self._queue.push(request.held_back.pop(0))
+        elif self._book.was_cancelled(spec.request_id):
+            self._end_request(request, FinishReason.CANCELLED)
+        else:
+            self._queue.push(request.held_back.pop(0))
 
     def _cancel(self, event: CancelRequested) -> None:
         request = self._book.live.get(event.request_id)

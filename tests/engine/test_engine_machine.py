@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -26,7 +25,7 @@ from scheduler.events import (
 from tests.engine.paged_worker import CARD, VOCAB, PagedWorker, expected_output
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TerminalReply, TokensReply
-from wire.ids import Epoch, Fence, GatewayId, RequestId, WorkerId
+from wire.ids import Fence, GatewayId, RequestId, WorkerId
 from wire.plan import StepReport
 from wire.sampling import SamplingParams
 
@@ -55,7 +54,11 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def start(self, budget: int, lease: int, queued: int, page_size: int, pages: int, workers: int) -> None:
         self.config = BatchingConfig(
-            step_token_budget=budget, min_chunk_tokens=8, max_lease_steps=lease, max_queued_plans=queued, kv_watermark=0.1
+            step_token_budget=budget,
+            min_chunk_tokens=8,
+            max_lease_steps=lease,
+            max_queued_plans=queued,
+            kv_watermark=0.1,
         )
         self.engine = Engine(self.config, no_worker_grace_s=1000.0, routing_seed=3, fence=Fence(5))
         self.now = 0.0
@@ -64,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.down: list[PagedWorker] = []
         self.clients: dict[RequestId, Client] = {}
         self.delivered: list[tuple[PagedWorker, StepReport]] = []
+        self.cancelled_early: set[RequestId] = set()
         self.epochs = 1
         for index in range(workers):
             self.bring_up(PagedWorker(f"w{index}", pages, page_size, budget))
@@ -138,7 +142,8 @@ class EngineMachine(RuleBasedStateMachine):
             tenant=tenant,
             priority=priority,
         )
-        self.clients[request.request_id] = Client(request, [[] for _ in range(choices)])
+        early = request.request_id in self.cancelled_early
+        self.clients[request.request_id] = Client(request, [[] for _ in range(choices)], cancelled=early)
         self.feed(RequestArrived(request))
 
     @precondition(lambda self: any(not w.is_idle for w in self.workers.values()))
@@ -170,6 +175,11 @@ class EngineMachine(RuleBasedStateMachine):
         choice = data.draw(st.sampled_from([None, *range(client.request.num_choices)]))
         client.cancelled = client.cancelled or client.terminal is None
         self.feed(CancelRequested(client.request.request_id, reason, choice))
+
+    @rule()
+    def cancel_overtakes_the_next_request(self) -> None:
+        self.cancelled_early.add(RequestId(f"r{len(self.clients)}"))
+        self.feed(CancelRequested(RequestId(f"r{len(self.clients)}"), "disconnect"))
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), keeps_memory=st.booleans())

@@ -1,0 +1,42 @@
+"""`python tiny_service.py PORT [--grandchild PIDFILE] [--deaf] [--not-ready]`: a service small enough to kill often.
+
+Answers 200 at /health on 127.0.0.1:PORT and ends on SIGTERM; GET /crash makes it exit with status 3.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/crash":
+            print("about to crash", flush=True)
+            os._exit(3)
+        self.send_response(503 if "--not-ready" in sys.argv else 200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def main() -> None:
+    if "--grandchild" in sys.argv:
+        grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        pidfile = Path(sys.argv[sys.argv.index("--grandchild") + 1])
+        temporary = pidfile.with_suffix(".tmp")
+        temporary.write_text(f"{os.getpid()} {grandchild.pid}")
+        temporary.replace(pidfile)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "--deaf" in sys.argv else lambda *_: sys.exit(0))
+    server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+    print("2026-01-01T00:00:00.000Z WARNING tiny tiny.service: serving", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

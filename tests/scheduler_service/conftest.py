@@ -1,0 +1,45 @@
+"""A Redis per test, and what the scheduler's parts need to be built one by one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from scheduler.redis_io import open_redis
+from tests.scheduler_service.parts import Parts
+from tests.scheduler_service.redis_server import RedisServer
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def durable_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """Keeps its data over a kill, but for the last second at most."""
+    server = RedisServer(tmp_path, append_only=True)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
+    async with open_redis(redis_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def parts(redis_server: RedisServer, redis: Redis) -> AsyncIterator[Parts]:
+    built = Parts(redis_server.url, redis)
+    await built.lease.acquire()
+    built.build()
+    yield built
+    await built.aclose()

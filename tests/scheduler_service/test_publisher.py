@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+
+from scheduler import publisher as publisher_module
+from scheduler.lease import Lease
+from scheduler.pending import PendingRequest
+from scheduler.redis_io import ensure_groups, open_redis
+from tests.scheduler_service.parts import (
+    CELL,
+    GATEWAY,
+    Parts,
+    is_closed,
+    replies,
+    reply_items,
+    request_entry,
+    submit,
+    until,
+)
+from tests.scheduler_service.redis_server import RedisServer
+from wire import keys
+from wire.entries import ChoiceReply, TerminalReply, TokensReply
+from wire.errors import FenceLost
+from wire.ids import GatewayId, RequestId
+from wire.journal import Journal
+
+R = RequestId("r")
+
+
+def tokens(position: int, *ids: int) -> TokensReply:
+    return TokensReply(R, 0, position, list(ids))
+
+
+@asynccontextmanager
+async def running(parts: Parts) -> AsyncIterator[None]:
+    task = asyncio.create_task(parts.publisher.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_turn_is_one_entry_per_gateway_with_all_its_items_in_order(parts: Parts) -> None:
+    other = GatewayId("other")
+    items = [tokens(0, 1), tokens(1, 2), ChoiceReply(R, 0, 2, "stop")]
+    for item in items:
+        parts.publisher.publish(GATEWAY, item)
+    parts.publisher.publish(other, tokens(0, 9))
+    async with running(parts):
+        await until(lambda: _published(parts.redis, other, 1))
+    [entry] = await replies(parts.redis)
+    assert entry.items == items and entry.fence == parts.fence
+    assert [e.items for e in await replies(parts.redis, other)] == [[tokens(0, 9)]]
+    assert await parts.redis.ttl(keys.replies(GATEWAY)) > 0
+
+
+async def _published(redis: Redis, gateway_id: GatewayId, count: int) -> bool:
+    return len(await reply_items(redis, gateway_id)) >= count
+
+
+async def test_output_reaches_the_journal_within_a_second_and_names_its_place_in_the_replies(parts: Parts) -> None:
+    async with running(parts):
+        parts.publisher.publish(GATEWAY, tokens(0, 1, 2))
+        await until(lambda: parts.redis.exists(keys.journal(CELL, R)), timeout_s=1.5)  # type: ignore[arg-type]
+    journal = Journal.decode(await parts.redis.hgetall(keys.journal(CELL, R)))
+    [(entry_id, _)] = await parts.redis.xrange(keys.replies(GATEWAY))  # type: ignore[misc]
+    assert journal.output(0).tokens == [1, 2]
+    assert journal.tail == entry_id
+
+
+async def _pending_request(parts: Parts) -> PendingRequest:
+    await ensure_groups(parts.redis, [keys.requests(CELL, lane) for lane in keys.LANES])
+    entry = request_entry(R)
+    entry_id = await submit(parts.redis, entry)
+    await parts.redis.xreadgroup(
+        keys.SCHEDULER_GROUP, keys.SCHEDULER_CONSUMER, {keys.requests(CELL, "interactive"): ">"}
+    )
+    request = PendingRequest(entry, "interactive", entry_id)
+    parts.pending.add(request)
+    return request
+
+
+async def test_a_request_ends_in_one_terminal_reply_and_leaves_nothing_but_its_journal(parts: Parts) -> None:
+    await _pending_request(parts)
+    parts.publisher.publish(GATEWAY, tokens(0, 1, 2))
+    parts.terminals.finish(TerminalReply(R))
+    async with running(parts):
+        await until(lambda: is_closed(parts.redis, R))
+    assert (await reply_items(parts.redis))[-1] == TerminalReply(R)
+    journal = Journal.decode(await parts.redis.hgetall(keys.journal(CELL, R)))
+    assert journal.output(0).tokens == [1, 2] and journal.terminal == TerminalReply(R)
+    assert parts.pending.ids() == []
+
+
+async def test_publishing_ends_when_another_scheduler_took_the_fence(parts: Parts) -> None:
+    await _pending_request(parts)
+    await parts.redis.delete(keys.lease(CELL))
+    await Lease(parts.redis, CELL, "usurper").acquire()
+    parts.terminals.finish(TerminalReply(R))
+    with pytest.raises(FenceLost):
+        await asyncio.wait_for(parts.publisher.run(), 5)
+    assert await parts.redis.sismember(keys.live(CELL), R)
+
+
+async def test_replies_wait_for_a_redis_that_is_away_and_come_in_order(parts: Parts, redis_server: RedisServer) -> None:
+    await _pending_request(parts)
+    async with running(parts):
+        parts.publisher.publish(GATEWAY, tokens(0, 1))
+        await until(lambda: _published(parts.redis, GATEWAY, 1))
+        redis_server.kill()
+        for position in range(1, 40):
+            parts.publisher.publish(GATEWAY, tokens(position, position))
+            await asyncio.sleep(0)
+        redis_server.start()
+        async with open_redis(redis_server.url) as redis:
+            await until(lambda: _published(redis, GATEWAY, 40))
+            positions = [item.position for item in await reply_items(redis) if isinstance(item, TokensReply)]
+            live = await redis.smembers(keys.live(CELL))  # type: ignore[misc]
+    assert positions == list(range(40)), "what was sent before comes again first, and nothing is missing"
+    assert live == {R.encode()}
+    assert parts.metrics.redis_reconnects._value.get() > 0
+
+
+async def test_a_restart_is_noticed_although_nothing_is_published(parts: Parts, redis_server: RedisServer) -> None:
+    async with running(parts):
+        parts.publisher.publish(GATEWAY, tokens(0, 1))
+        await until(lambda: _published(parts.redis, GATEWAY, 1))
+        redis_server.kill()
+        redis_server.start()
+        async with open_redis(redis_server.url) as redis:
+            await until(lambda: _published(redis, GATEWAY, 1))
+
+
+async def test_a_full_buffer_makes_the_service_wait(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "MAX_BUFFERED", 3)
+    for position in range(3):
+        parts.publisher.publish(GATEWAY, tokens(position, 1))
+    waiting = asyncio.create_task(parts.publisher.wait_for_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    async with running(parts):
+        await asyncio.wait_for(waiting, 5)
+        await until(lambda: _published(parts.redis, GATEWAY, 3))
+
+
+async def test_flush_gives_up_when_redis_is_away(parts: Parts, redis_server: RedisServer) -> None:
+    redis_server.kill()
+    parts.publisher.publish(GATEWAY, tokens(0, 1))
+    await asyncio.wait_for(parts.publisher.flush(1.0), 2)
