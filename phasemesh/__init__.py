@@ -1,0 +1,1 @@
+"""The command line: launcher of a local stack, model fetch, doctor."""

@@ -49,7 +49,7 @@ class RedisServer:
                 [_executable(), *(word for name, value in options.items() for word in (f"--{name}", value))],
                 stdout=log,
                 stderr=log,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
@@ -110,6 +110,6 @@ def _executable() -> str:
     return str(Path(spec.origin).parent / "bin" / "redis-server")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -86,7 +86,7 @@ def test_a_repeated_prompt_is_read_from_the_cache(page_size: int, length: int) -
 def test_a_prefix_in_flight_is_shared_by_the_next_plan() -> None:
     driver = Driver(pages=64, step_token_budget=64)
     driver.arrive("first", prompt(60), 30)
-    driver.arrive("second", prompt(60) + [3, 4, 5], 30)
+    driver.arrive("second", [*prompt(60), 3, 4, 5], 30)
     driver.run()
     assert driver.finished["second"].terminal.stats.cached_tokens == 48
 
@@ -270,7 +270,7 @@ def test_requests_spread_over_workers_by_load_and_follow_their_prefix() -> None:
     driver.run()
     homes = {name: driver.finished[name].terminal.stats.worker_id for name in ("a", "b")}
     assert homes["a"] != homes["b"]
-    driver.arrive("a2", prompt(48, 1) + [5], 4)
+    driver.arrive("a2", [*prompt(48, 1), 5], 4)
     driver.run()
     assert driver.finished["a2"].terminal.stats.worker_id == homes["a"]
     assert len(driver.finished["a2"].timeline.admissions[0].candidates) == 2

@@ -163,6 +163,17 @@ async def test_closing_ends_idle_and_busy_processes(smollm2: Tokenizer, smollm2_
     assert children() == []
 
 
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 8])
+async def test_closing_ends_a_process_that_is_just_starting(turns: int, smollm2: Tokenizer, smollm2_dir: Path) -> None:
+    async with TokenizerPool(smollm2, smollm2_dir, num_processes=1) as pool:
+        encoding = asyncio.create_task(pool.encode(LONG, True, NO_LIMIT))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="stopping"):
+        await encoding
+    assert children() == []
+
+
 _PARENT = """
 import asyncio, sys
 from pathlib import Path

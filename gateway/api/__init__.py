@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API: strict validation in, whole answers and server-sent events out."""

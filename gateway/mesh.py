@@ -1,0 +1,136 @@
+"""What a gateway writes into its cell: requests, admitted by one script, and cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from gateway.redis_link import REDIS_ERRORS
+from observability.metrics import GatewayMetrics
+from wire import keys
+from wire.entries import CancelEntry, RequestEntry
+from wire.errors import InvalidRequest, Overloaded, Unavailable
+from wire.ids import RequestId
+from wire.journal import Journal
+
+log = logging.getLogger("gateway.mesh")
+
+RETRY_S = 0.25
+CANCEL_BATCH = 256
+NO_LIMIT = 2**31
+MIN_RETRY_AFTER_S = 1.0
+
+# All requests of one HTTP request get in, or none. A request already in the journal is left alone: adding is
+# idempotent by id.
+#   KEYS: live set, lane stream, then each request's journal
+#   ARGV: most live requests, gateway, lane, then per request: id, arrived, v, body, prompt
+_SUBMIT = """
+local count = #KEYS - 2
+if redis.call('SCARD', KEYS[1]) + count > tonumber(ARGV[1]) then return 0 end
+for i = 1, count do
+  local journal, at = KEYS[i + 2], i * 5 - 1
+  if redis.call('EXISTS', journal) == 0 then
+    redis.call('SADD', KEYS[1], ARGV[at])
+    local entry = redis.call('XADD', KEYS[2], '*', 'v', ARGV[at + 2], 'body', ARGV[at + 3], 'prompt', ARGV[at + 4])
+    redis.call('HSET', journal, 'gw', ARGV[2], 'lane', ARGV[3], 'entry', entry, 'arrived', ARGV[at + 1])
+  end
+end
+return 1
+"""
+
+
+class Mesh:
+    """Submits and cancels requests in one cell."""
+
+    def __init__(self, redis: Redis, cell: str, max_live_requests: int, metrics: GatewayMetrics) -> None:
+        self._redis = redis
+        self._cell = cell
+        self._max_live_requests = max_live_requests
+        self._metrics = metrics
+        self._submit = redis.register_script(_SUBMIT)
+        # Full → the oldest is dropped: its request then runs on to its own max_tokens, for nobody.
+        self._cancels: deque[CancelEntry] = deque(maxlen=keys.CONTROL_MAX_ENTRIES)
+        self._cancel_queued = asyncio.Event()
+
+    def check_size(self, num_requests: int) -> None:
+        """Raises InvalidRequest for more requests than the cell ever takes at once: waiting would not help."""
+        if num_requests > self._max_live_requests:
+            raise InvalidRequest(
+                f"prompt: has {num_requests} prompts, but this server takes {self._max_live_requests} at once",
+                param="prompt",
+            )
+
+    async def submit(self, entries: Sequence[RequestEntry], lane: str, *, predicted_drain_s: float) -> None:
+        """Hand requests to the scheduler, all or none.
+
+        Raises Overloaded when the cell has no room for them, and Unavailable when Redis did not answer; they may
+        then have been added nevertheless, so the caller cancels them.
+        """
+        try:
+            admitted = await self._run_submit(entries, lane, self._max_live_requests)
+        except REDIS_ERRORS as error:
+            log.warning("submit failed: %s", error)
+            raise Unavailable("Redis is away") from error
+        if not admitted:
+            raise Overloaded(
+                f"{self._max_live_requests} requests are in the mesh already",
+                retry_after_s=max(MIN_RETRY_AFTER_S, predicted_drain_s),
+            )
+
+    async def resubmit(self, entry: RequestEntry, lane: str) -> None:
+        """Add again what a restarted Redis may have lost; harmless if it did not. Raises redis-py's errors."""
+        await self._run_submit([entry], lane, NO_LIMIT)
+
+    async def _run_submit(self, entries: Sequence[RequestEntry], lane: str, limit: int) -> bool:
+        names = [keys.live(self._cell), keys.requests(self._cell, lane)]
+        args: list[bytes | str | int | float] = [limit, entries[0].gateway_id, lane]
+        for entry in entries:
+            names.append(keys.journal(self._cell, entry.request_id))
+            fields = entry.encode()
+            args += [entry.request_id, entry.arrived_unix_s, fields["v"], fields["body"], fields["prompt"]]
+        return bool(await self._submit(keys=names, args=args))
+
+    def cancel(self, entry: CancelEntry) -> None:
+        """Queue a cancel and return at once: no cancelled handler has to wait for it."""
+        self._cancels.append(entry)
+        self._cancel_queued.set()
+        self._metrics.cancels.labels(entry.reason).inc()
+
+    async def send_cancels(self) -> None:
+        """Send queued cancels for ever; while Redis is away they wait."""
+        while True:
+            await self._cancel_queued.wait()
+            try:
+                await self.flush_cancels()
+            except REDIS_ERRORS as error:
+                log.warning("cancels wait for Redis: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def flush_cancels(self) -> None:
+        """Send what is queued now. Raises redis-py's errors; what was not sent stays queued."""
+        stream = keys.control(self._cell)
+        while self._cancels:
+            batch = [self._cancels.popleft() for _ in range(min(len(self._cancels), CANCEL_BATCH))]
+            try:
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for entry in batch:
+                        pipe.xadd(stream, cast(Any, entry.encode()), maxlen=keys.CONTROL_MAX_ENTRIES, approximate=True)
+                    await pipe.execute()
+            except BaseException:  # a cancel sent twice is harmless, one forgotten is not
+                self._cancels.extendleft(reversed(batch))
+                raise
+        self._cancel_queued.clear()
+
+    async def read_journal(self, request_id: RequestId) -> Journal:
+        """An empty one when the request has none. Raises redis-py's errors and EntryMalformed."""
+        raw: Any = await self._redis.hgetall(keys.journal(self._cell, request_id))
+        return Journal.decode(raw)
+
+    async def which_live(self, request_ids: Sequence[RequestId]) -> list[bool]:
+        """Which of the requests have no terminal yet. Raises redis-py's errors."""
+        return [bool(flag) for flag in await self._redis.smismember(keys.live(self._cell), list(request_ids))]

@@ -1,0 +1,133 @@
+"""`python -m gpu_worker`: load the model, serve plans, be found through Redis, stop cleanly on SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack
+
+import uvloop
+from redis.asyncio import Redis
+
+from gpu_worker.executor import Executor
+from gpu_worker.model_port import ModelRunner
+from gpu_worker.model_runner import load_runner
+from gpu_worker.registration import keep_registered
+from gpu_worker.server import WorkerService, bind_server, serving
+from gpu_worker.server.session import WorkerIdentity
+from gpu_worker.telemetry import StepTelemetry
+from observability.health_server import serve_health
+from observability.logs import setup_logging
+from observability.metrics import WorkerMetrics
+from observability.tracing import Tracer, setup_tracing
+from wire.config import WorkerConfig, load
+from wire.entries import WorkerEntry
+from wire.errors import MeshError
+from wire.ids import Epoch, WorkerId
+from wire.model_path import model_path, served_name
+
+log = logging.getLogger("gpu_worker")
+
+REDIS_TIMEOUT_S = 2.0
+
+
+def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
+    """Who this worker is and where others reach it; a wildcard address is advertised as the host's name."""
+    host = socket.gethostname() if config.host in ("", "0.0.0.0", "::") else config.host
+    return WorkerIdentity(
+        worker_id=WorkerId(config.worker_id or f"{socket.gethostname()}-{bound_port}"),
+        advertise_address=config.advertise_address or f"{host}:{bound_port}",
+        role=config.role,
+    )
+
+
+def load_model(config: WorkerConfig) -> ModelRunner:
+    return load_runner(
+        model_path(config.model),
+        device=config.device,
+        weight_dtype=config.weight_dtype,
+        attention_backend=config.attention_backend,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        kv_memory_bytes=config.kv_memory_mb << 20,
+        max_model_len=config.model.max_model_len,
+        name=served_name(config.model),
+    )
+
+
+async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
+    """Serve until a stop signal; then leave Redis, end the session, finish the running step."""
+    metrics = WorkerMetrics()
+    not_ready: str | None = "the model is loading"
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(
+            serve_health(config.health_host, config.health_port, ready=lambda: not_ready, registry=metrics.registry)
+        )
+        server, port = bind_server(config.host, config.port)
+        identity = identify(config, port)
+        runner = await asyncio.to_thread(load_model, config)
+        stop = _stop_signal()  # not before: a signal while the model loads just ends the process
+        # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
+        epoch = Epoch(time.time_ns() // 1_000_000)
+        telemetry = StepTelemetry(metrics, tracer)
+        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, threads=config.threads))
+        await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer)))
+        redis = await stack.enter_async_context(
+            Redis.from_url(
+                config.cell.redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+            )
+        )
+
+        def current_entry() -> WorkerEntry:
+            return WorkerEntry(identity.worker_id, identity.advertise_address, executor.epoch, os.getpid())
+
+        async with asyncio.TaskGroup() as tasks:
+            registration = tasks.create_task(
+                keep_registered(redis, config.cell.cell, current_entry, reconnects=metrics.redis_reconnects)
+            )
+            not_ready = None
+            log.info(
+                "ready",
+                extra={"worker": identity.worker_id, "address": identity.advertise_address, "pages": runner.num_pages},
+            )
+            await stop.wait()
+            not_ready = "the worker is stopping"
+            registration.cancel()
+    log.info("stopped")
+
+
+def _stop_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def main() -> int:
+    try:
+        config = load(WorkerConfig, os.environ)
+        setup_logging("gpu_worker", config.cell.log_level)
+        tracer = setup_tracing("gpu_worker", os.environ)
+    except (MeshError, ValueError) as error:
+        print(f"gpu_worker: {error}", file=sys.stderr)
+        return 2
+    try:
+        uvloop.run(run_worker(config, tracer))
+    except (MeshError, OSError) as error:
+        log.error("cannot start: %s", error)
+        return 1
+    except KeyboardInterrupt:  # while the model was loading
+        return 130
+    finally:
+        tracer.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

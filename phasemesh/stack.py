@@ -1,0 +1,150 @@
+"""The local stack's services: their commands, environments and ports. Pure but for looking for free ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from observability.probe import probe
+from phasemesh import redis_server
+from phasemesh.ports import free_port
+from phasemesh.state import StateDir
+from phasemesh.supervisor import Service
+from wire.config import LauncherConfig
+from wire.model_path import cache_root
+
+LOOPBACK = "127.0.0.1"
+DRAIN_MARGIN_S = 5.0
+"""A gateway gets this much longer than its own drain time before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Services by role; redis is None when the stack uses somebody else's."""
+
+    gateway_url: str
+    redis_url: str
+    redis: Service | None
+    scheduler: Service
+    workers: tuple[Service, ...]
+    gateway: Service
+
+    @property
+    def stop_order(self) -> list[list[Service]]:
+        """No new work in, running work out, then what it ran on."""
+        redis = [self.redis] if self.redis else []
+        return [[self.gateway], [self.scheduler], list(self.workers), redis]
+
+
+def plan_stack(config: LauncherConfig, environ: Mapping[str, str], model: Path, state: StateDir) -> Stack:
+    """Lay out the stack; `model` is the directory to serve. Raises ConfigInvalid."""
+    taken = {config.gateway.port}
+    port = config.gateway.port or free_port(taken)
+    gateway_url = f"http://{_reachable(config.gateway.host)}:{port}"
+    redis = None
+    redis_url = config.gateway.cell.redis_url
+    if owns_redis(config, environ):
+        redis, redis_url = _redis(free_port(taken), environ, state)
+    shared = {
+        **environ,
+        "PHASEMESH_REDIS_URL": redis_url,
+        "PHASEMESH_MODEL": str(model),
+        "PHASEMESH_CACHE_DIR": str(cache_root(config.gateway.model).absolute()),
+    }
+    scheduler_port = free_port(taken)
+    return Stack(
+        gateway_url=gateway_url,
+        redis_url=redis_url,
+        redis=redis,
+        scheduler=_service(
+            "scheduler",
+            "scheduler",
+            f"http://{LOOPBACK}:{scheduler_port}",
+            {**shared, "PHASEMESH_SCHEDULER_HOST": LOOPBACK, "PHASEMESH_SCHEDULER_PORT": str(scheduler_port)},
+        ),
+        workers=tuple(
+            _worker(number, config, shared, free_port(taken), own_redis=redis is not None)
+            for number in range(1, config.workers + 1)
+        ),
+        gateway=_service(
+            "gateway",
+            "gateway",
+            gateway_url,
+            {**shared, "PHASEMESH_PORT": str(port)},
+            stop_timeout_s=config.gateway.drain_s + DRAIN_MARGIN_S,
+        ),
+    )
+
+
+def owns_redis(config: LauncherConfig, environ: Mapping[str, str]) -> bool:
+    """A Redis that was named is used; without one the stack starts its own."""
+    return config.start_redis and not environ.get("PHASEMESH_REDIS_URL")
+
+
+def worker_threads(config: LauncherConfig) -> int:
+    """Compute threads of each worker: its share of the cores we may use (design §12)."""
+    return config.worker.threads or max(1, len(os.sched_getaffinity(0)) // config.workers)
+
+
+def _redis(port: int, environ: Mapping[str, str], state: StateDir) -> tuple[Service, str]:
+    url = f"redis://{LOOPBACK}:{port}/0"
+    service = Service(
+        name="redis",
+        command=redis_server.server_command(redis_server.find_server(), port, state.redis),
+        probe=partial(redis_server.ping, url),
+        health_url=url,
+        environ=environ,
+    )
+    return service, url
+
+
+def _worker(
+    number: int, config: LauncherConfig, shared: Mapping[str, str], health_port: int, *, own_redis: bool
+) -> Service:
+    # On a Redis of others, worker ids must differ from other stacks' too.
+    base = config.worker.worker_id or ("worker" if own_redis else f"{socket.gethostname()}-{os.getpid()}-worker")
+    threads = str(worker_threads(config))
+    environ = {
+        **shared,
+        "PHASEMESH_WORKER_ID": f"{base}-{number}",
+        "PHASEMESH_WORKER_PORT": str(config.worker.port if config.workers == 1 else 0),
+        "PHASEMESH_WORKER_HEALTH_HOST": LOOPBACK,
+        "PHASEMESH_WORKER_HEALTH_PORT": str(health_port),
+        "PHASEMESH_WORKER_THREADS": threads,
+        "OMP_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",  # two spinning OpenMP pools on few cores are ruinous
+    }
+    # Loading a large checkpoint from a cold disk takes minutes.
+    return _service(f"worker-{number}", "gpu_worker", f"http://{LOOPBACK}:{health_port}", environ, ready_timeout_s=600)
+
+
+def _service(
+    name: str,
+    module: str,
+    url: str,
+    environ: Mapping[str, str],
+    *,
+    ready_timeout_s: float = 60.0,
+    stop_timeout_s: float = 10.0,
+) -> Service:
+    return Service(
+        name=name,
+        command=(sys.executable, "-m", module),
+        probe=partial(probe, f"{url}/health"),
+        health_url=f"{url}/health",
+        environ=environ,
+        ready_timeout_s=ready_timeout_s,
+        stop_timeout_s=stop_timeout_s,
+    )
+
+
+def _reachable(host: str) -> str:
+    """Where this machine reaches a server bound to `host`."""
+    if host in ("0.0.0.0", "::", ""):
+        return LOOPBACK
+    return f"[{host}]" if ":" in host else host

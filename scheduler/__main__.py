@@ -1,0 +1,113 @@
+"""`python -m scheduler`: wait for the cell's lease, schedule while it is held, stop cleanly on SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Final
+from uuid import uuid4
+
+import uvloop
+
+from observability.health_server import serve_health
+from observability.logs import setup_logging
+from observability.metrics import SchedulerMetrics
+from observability.tracing import Tracer, setup_tracing
+from scheduler.active import Tenure
+from scheduler.lease import Lease
+from scheduler.redis_io import open_redis
+from wire.config import SchedulerConfig, load
+from wire.errors import MeshError
+
+log = logging.getLogger("scheduler")
+
+LAG_PERIOD_S: Final = 0.25
+STANDBY: Final = "standby: another scheduler holds the lease, or Redis is away"
+STOPPING: Final = "the scheduler is stopping"
+
+
+class Scheduler:
+    """Standby, active, standby again, for as long as the process lives."""
+
+    def __init__(self, config: SchedulerConfig, metrics: SchedulerMetrics, tracer: Tracer) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._tracer = tracer
+        self._scheduler_id = config.scheduler_id or f"{socket.gethostname()}-{os.getpid()}"
+        self.not_ready: str | None = STANDBY
+
+    async def run(self) -> None:
+        """Run until cancelled; then release the lease, so that a successor starts at once."""
+        redis = open_redis(self._config.cell.redis_url)
+        lease = Lease(redis, self._config.cell.cell, f"{self._scheduler_id}/{uuid4().hex}")
+        try:
+            while True:
+                await lease.acquire()
+                self.not_ready = None
+                await Tenure(self._config, self._scheduler_id, lease, self._metrics, self._tracer).run()
+                self.not_ready = STANDBY
+        finally:
+            self.not_ready = STOPPING
+            await lease.release()
+            await redis.aclose()
+
+
+async def run_scheduler(config: SchedulerConfig, tracer: Tracer) -> None:
+    """Serve until a stop signal."""
+    metrics = SchedulerMetrics()
+    scheduler = Scheduler(config, metrics, tracer)
+    stop = _stop_signal()
+    async with (
+        serve_health(
+            config.health_host, config.health_port, ready=lambda: scheduler.not_ready, registry=metrics.registry
+        ) as port,
+        asyncio.TaskGroup() as tasks,
+    ):
+        log.info("started", extra={"cell": config.cell.cell, "health_port": port})
+        running = [tasks.create_task(scheduler.run()), tasks.create_task(_measure_lag(metrics))]
+        await stop.wait()
+        for task in running:
+            task.cancel()
+    log.info("stopped")
+
+
+async def _measure_lag(metrics: SchedulerMetrics) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + LAG_PERIOD_S
+        await asyncio.sleep(LAG_PERIOD_S)
+        metrics.event_loop_lag_s.observe(max(0.0, loop.time() - due_s))
+
+
+def _stop_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def main() -> int:
+    try:
+        config = load(SchedulerConfig, os.environ)
+        setup_logging("scheduler", config.cell.log_level)
+        tracer = setup_tracing("scheduler", os.environ)
+    except (MeshError, ValueError) as error:
+        print(f"scheduler: {error}", file=sys.stderr)
+        return 2
+    try:
+        uvloop.run(run_scheduler(config, tracer))
+    except OSError as error:
+        log.error("cannot start: %s", error)
+        return 1
+    finally:
+        tracer.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

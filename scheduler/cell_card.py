@@ -1,0 +1,123 @@
+"""What the cell shows of itself: the card gateways admit by, and the scheduler's gauges."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from redis.asyncio import Redis
+
+from observability.metrics import SchedulerMetrics
+from scheduler.lease import Lease
+from scheduler.redis_io import REDIS_ERRORS, Patience
+from scheduler.stats import EngineStats
+from wire import keys
+from wire.entries import CellCard
+from wire.ids import Fence, WorkerId
+
+log = logging.getLogger(__name__)
+
+PUBLISH_S: Final = 0.5
+
+# KEYS fence, card; ARGV our fence, ttl_ms, then field, value, … Returns 0 when fenced out.
+_PUBLISH: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[2], unpack(ARGV, 3))
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+return 1
+"""
+
+
+def make_card(stats: EngineStats, fence: Fence) -> CellCard | None:
+    """None until a worker told which model the cell serves."""
+    model = stats.model
+    if model is None:
+        return None
+    return CellCard(
+        model_name=model.name,
+        model_revision=model.revision,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        max_request_tokens=stats.max_request_tokens,
+        eos_token_ids=list(model.eos_token_ids),
+        num_workers=len(stats.workers),
+        fence=fence,
+        predicted_drain_s=stats.predicted_drain_s,
+    )
+
+
+class CellCardPublisher:
+    """Publishes every PUBLISH_S, and at once when told that workers came or went."""
+
+    def __init__(
+        self, redis: Redis, cell: str, lease: Lease, stats: Callable[[], EngineStats], metrics: SchedulerMetrics
+    ) -> None:
+        self._redis = redis
+        self._keys = (keys.fence(cell), keys.cell_card(cell))
+        self._fence = lease.fence
+        self._stats = stats
+        self._gauges = _Gauges(metrics)
+        self._workers_changed = asyncio.Event()
+
+    def workers_changed(self) -> None:
+        self._workers_changed.set()
+
+    async def run(self) -> None:
+        patience = Patience(log, "publishing the cell card")
+        while True:
+            self._workers_changed.clear()
+            stats = self._stats()
+            self._gauges.show(stats)
+            try:
+                await self._publish(make_card(stats, self._fence))
+                patience.success()
+            except REDIS_ERRORS as error:
+                await patience.after(error)
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PUBLISH_S):
+                    await self._workers_changed.wait()
+
+    async def _publish(self, card: CellCard | None) -> None:
+        """A refusal is the lease's business, who renews it notices as well."""
+        if card is not None:
+            fields = [part for pair in card.encode().items() for part in pair]
+            ttl_ms = int(keys.SCHEDULER_LEASE_TTL_S * 1000)
+            await self._redis.eval(_PUBLISH, 2, *self._keys, self._fence, ttl_ms, *fields)
+
+
+class _Gauges:
+    """EngineStats as Prometheus gauges."""
+
+    def __init__(self, metrics: SchedulerMetrics) -> None:
+        self._metrics = metrics
+        self._preemptions = 0
+        self._shown: set[WorkerId] = set()
+
+    def show(self, stats: EngineStats) -> None:
+        metrics = self._metrics
+        metrics.workers.set(len(stats.workers))
+        present = {worker.worker_id for worker in stats.workers}
+        for worker_id in self._shown - present:
+            metrics.forget_worker(worker_id)
+        self._shown = present
+        if stats.model is None:
+            return
+        model = stats.model.name
+        metrics.requests_waiting.labels(model).set(stats.waiting)
+        metrics.requests_running.labels(model).set(stats.running)
+        metrics.preemptions.labels(model).inc(stats.preemptions - self._preemptions)
+        self._preemptions = stats.preemptions
+        for worker in stats.workers:
+            pages = worker.pages
+            metrics.set_pages(
+                model,
+                worker.worker_id,
+                free=pages.free,
+                cached=pages.cached,
+                in_use=pages.in_use,
+                retiring=pages.retiring,
+            )

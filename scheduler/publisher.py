@@ -1,0 +1,265 @@
+"""The scheduler's whole output to Redis, in order: replies, then journals, then ends of requests.
+
+    publish(), finish() ─▸ batch ─▸ XADD replies:<gateway> ─▸ journal drafts ─▸ APPEND scripts
+                                                └─▸ closings ─▸ END scripts
+
+Each arrow may fail and is tried again; every step is idempotent (readers drop what they have, by position). While
+Redis is away the batch grows up to MAX_BUFFERED items, then the service waits, and the workers with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from observability.metrics import SchedulerMetrics
+from scheduler.clock import Clock
+from scheduler.journal import JournalDrafts, append_call, end_call
+from scheduler.lease import Lease
+from scheduler.pending import PendingRequests
+from scheduler.redis_io import REDIS_ERRORS, Patience, open_redis
+from wire import keys
+from wire.entries import ReplyEntry, ReplyItem, TerminalReply
+from wire.errors import FenceLost
+from wire.ids import GatewayId, RequestId
+
+log = logging.getLogger(__name__)
+
+MAX_BUFFERED: Final = 100_000
+"""Items, about 100 bytes each."""
+MAX_ENTRY_ITEMS: Final = 512
+MAX_PIPELINE: Final = 256
+IDLE_CHECK_S: Final = 1.0
+REPUBLISH_S: Final = 5.0
+"""A Redis that restarted may have lost its last second; it gets this much again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    """A stream entry whose terminal is, or is about to be, published."""
+
+    lane: str
+    entry_id: bytes
+    terminal: TerminalReply
+
+
+@dataclass(slots=True)
+class _Batch:
+    replies: dict[GatewayId, list[ReplyItem]] = field(default_factory=dict)
+    closings: list[_Closing] = field(default_factory=list)
+    num_items: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    sent_s: float
+    gateway_id: GatewayId
+    fields: Any
+    """RedisFields; redis-py's mapping type is invariant."""
+
+
+class Publisher:
+    """Takes output without waiting; run() writes it. Made anew for each time the lease is held."""
+
+    def __init__(
+        self, redis_url: str, cell: str, lease: Lease, pending: PendingRequests, clock: Clock, metrics: SchedulerMetrics
+    ) -> None:
+        self._redis = open_redis(redis_url, on_connect=self._on_connect)
+        self._cell = cell
+        self._lease = lease
+        self._fence = lease.fence
+        self._pending = pending
+        self._clock = clock
+        self._metrics = metrics
+        self.drafts = JournalDrafts()
+        self._next = _Batch()
+        self._sending: _Batch | None = None
+        self._closings: list[_Closing] = []  # published, not yet closed
+        self._discards: list[tuple[str, bytes]] = []
+        self._sent: deque[_Sent] = deque()
+        self._run_id: bytes | None = None
+        self._redis_restarted = False
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+
+    # -- what others hand in -----------------------------------------------------------------------------------
+
+    def publish(self, gateway_id: GatewayId, item: ReplyItem) -> None:
+        self._next.replies.setdefault(gateway_id, []).append(item)
+        self._next.num_items += 1
+        self._work.set()
+
+    def finish(self, gateway_id: GatewayId, lane: str, entry_id: bytes, terminal: TerminalReply) -> None:
+        """Publish a request's terminal, then close its journal and remove its entry."""
+        self.publish(gateway_id, terminal)
+        self._next.closings.append(_Closing(lane, entry_id, terminal))
+
+    def discard(self, lane: str, entry_id: bytes) -> None:
+        """Remove a request's entry without ending a request."""
+        self._discards.append((keys.requests(self._cell, lane), entry_id))
+        self._work.set()
+
+    async def wait_for_room(self) -> None:
+        """Wait while the buffer is full."""
+        while self._next.num_items >= MAX_BUFFERED:
+            self._room.clear()
+            await self._room.wait()
+
+    # -- the writing task --------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Write for ever. Raises FenceLost when a script says that another scheduler is active."""
+        patience = Patience(log, "publishing")
+        while True:
+            has_work = await self._wait_for_work()
+            try:
+                if not has_work:
+                    await self._redis.ping()  # notices a restart although nothing is published
+                await self._write()
+            except REDIS_ERRORS as error:
+                self._work.set()
+                await patience.after(error)
+            else:
+                patience.success()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Write what is left, once run() has ended; gives up silently after timeout_s or when Redis is away."""
+        with suppress(TimeoutError, FenceLost, *REDIS_ERRORS):
+            async with asyncio.timeout(timeout_s):
+                while self._next.num_items or self._sending or self._closings or self._discards:
+                    await self._write()
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    async def _wait_for_work(self) -> bool:
+        """Wait for output, a draft that is due, or IDLE_CHECK_S (then False)."""
+        due_s = self.drafts.next_due_s()
+        wait_s = IDLE_CHECK_S if due_s is None else min(IDLE_CHECK_S, max(0.0, due_s - self._clock.now()))
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._work.wait()
+        except TimeoutError:
+            return due_s is not None
+        self._work.clear()
+        return True
+
+    async def _write(self) -> None:
+        if self._redis_restarted:
+            await self._republish()
+        await self._send_replies()
+        await self._flush_journals()
+        await self._close_requests()
+        await self._drop_discards()
+
+    async def _send_replies(self) -> None:
+        if self._sending is None:
+            if not self._next.num_items:
+                return
+            self._sending, self._next = self._next, _Batch()
+            self._room.set()
+        batch = self._sending
+        entries = [
+            (gateway_id, items[start : start + MAX_ENTRY_ITEMS])
+            for gateway_id, items in batch.replies.items()
+            for start in range(0, len(items), MAX_ENTRY_ITEMS)
+        ]
+        now = self._clock.now()
+        sent = [_Sent(now, gateway_id, ReplyEntry(self._fence, items).encode()) for gateway_id, items in entries]
+        reply_ids = await self._xadd(sent)
+        for (_, items), reply_id in zip(entries, reply_ids, strict=True):
+            for item in items:
+                if not isinstance(item, TerminalReply):
+                    self.drafts.note(item, reply_id, now)
+        self._closings += batch.closings
+        self._sending = None
+        self._remember(sent, now)
+
+    async def _xadd(self, entries: Sequence[_Sent]) -> list[bytes]:
+        """Ids of the new reply entries, in order."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for entry in entries:
+                stream = keys.replies(entry.gateway_id)
+                pipe.xadd(stream, entry.fields, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
+                pipe.expire(stream, keys.REPLIES_IDLE_TTL_S)
+            return list((await pipe.execute())[::2])
+
+    def _remember(self, sent: Sequence[_Sent], now: float) -> None:
+        self._sent.extend(sent)
+        while self._sent[0].sent_s < now - REPUBLISH_S:
+            self._sent.popleft()
+
+    async def _flush_journals(self) -> None:
+        closing = {closing.terminal.request_id for closing in self._closings}
+        due = [request_id for request_id in self.drafts.due(self._clock.now()) if request_id not in closing]
+        for start in range(0, len(due), MAX_PIPELINE):
+            part = due[start : start + MAX_PIPELINE]
+            await self._run_scripts([append_call(self._cell, self._fence, r, self.drafts.fields(r)) for r in part])
+            self._written(part)
+
+    async def _close_requests(self) -> None:
+        while self._closings:
+            part = self._closings[:MAX_PIPELINE]
+            await self._run_scripts([self._end_call(closing) for closing in part])
+            self._written([closing.terminal.request_id for closing in part])
+            del self._closings[: len(part)]
+
+    def _end_call(self, closing: _Closing) -> list[Any]:
+        fields = self.drafts.fields(closing.terminal.request_id)
+        return end_call(self._cell, self._fence, closing.lane, closing.entry_id, closing.terminal, fields)
+
+    def _written(self, request_ids: Sequence[RequestId]) -> None:
+        for request_id in request_ids:
+            self.drafts.written(request_id)
+
+    async def _run_scripts(self, calls: Sequence[list[Any]]) -> None:
+        """Run fenced scripts. Raises FenceLost, or a Redis error when the fence is still ours: then try again."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for call in calls:
+                pipe.eval(*call)
+            accepted = await pipe.execute()
+        if not all(accepted):
+            await self._lease.confirm()
+            raise RedisConnectionError("Redis had forgotten our fence")
+
+    async def _drop_discards(self) -> None:
+        while self._discards:
+            stream, entry_id = self._discards[0]
+            await self._redis.xack(stream, keys.SCHEDULER_GROUP, entry_id)
+            await self._redis.xdel(stream, entry_id)
+            del self._discards[0]
+
+    # -- a Redis that came back as another process -------------------------------------------------------------
+
+    async def _on_connect(self, connection: AbstractConnection) -> None:
+        """Greet, and compare the server's run id. Raises when it changed, so that nothing is written before
+        _republish."""
+        await connection.on_connect()
+        await connection.send_command("INFO", "server")
+        info: bytes = await connection.read_response()
+        run_id = next((line for line in info.splitlines() if line.startswith(b"run_id:")), b"")
+        last, self._run_id = self._run_id, run_id
+        if last is not None:
+            self._metrics.redis_reconnects.inc()
+        if last not in (None, run_id):
+            self._redis_restarted = True
+            raise RedisConnectionError("Redis was restarted")
+
+    async def _republish(self) -> None:
+        """Give a restarted Redis what it may have lost: who is live, and the replies of the last seconds."""
+        await self._lease.confirm()
+        if live := self._pending.ids():
+            await self._redis.sadd(keys.live(self._cell), *live)
+        sent = list(self._sent)
+        for start in range(0, len(sent), MAX_PIPELINE):
+            await self._xadd(sent[start : start + MAX_PIPELINE])
+        self._redis_restarted = False
+        log.info("Redis was restarted; replies published again", extra={"entries": len(sent)})

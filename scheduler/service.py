@@ -1,0 +1,130 @@
+"""The loop around the pure engine: events in, commands out, in order (design §3)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Protocol, assert_never
+
+from observability.metrics import SchedulerMetrics
+from scheduler.clock import Clock
+from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
+from scheduler.events import Event, StepReported, Tick, WorkerDown, WorkerUp
+from scheduler.publisher import Publisher
+from scheduler.stats import EngineStats
+from scheduler.terminals import Terminals
+from wire.plan import StepTiming
+
+TICK_S: Final = 0.25
+MAX_TURN_EVENTS: Final = 256
+"""Handled before the loop lets plans and replies go out."""
+
+
+class EnginePort(Protocol):
+    """What the loop needs of scheduler.engine.Engine."""
+
+    def handle(self, event: Event, now: float) -> list[Command]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class Service:
+    """Executes what the engine commands. The only caller of handle(), so events are handled one at a time."""
+
+    def __init__(
+        self,
+        engine: EnginePort,
+        inbox: asyncio.Queue[Event],
+        clock: Clock,
+        *,
+        send_plan: Callable[[DispatchPlan], None],
+        workers_changed: Callable[[], None],
+        publisher: Publisher,
+        terminals: Terminals,
+        metrics: SchedulerMetrics,
+    ) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._clock = clock
+        self._send_plan = send_plan
+        self._workers_changed = workers_changed
+        self._publisher = publisher
+        self._terminals = terminals
+        self._metrics = metrics
+        self._model_name = ""
+
+    async def run(self) -> None:
+        """Turn after turn: all waiting events, then one batch of replies. Ticks at least every TICK_S."""
+        next_tick_s = self._clock.now()
+        while True:
+            events = await self._next_events(max(0.0, next_tick_s - self._clock.now()))
+            if self._clock.now() >= next_tick_s:
+                events.append(Tick())
+                next_tick_s = self._clock.now() + TICK_S
+            self.turn(events)
+            await self._publisher.wait_for_room()
+            await asyncio.sleep(0)  # lets links and the publisher write, however full the inbox is
+
+    def turn(self, events: list[Event]) -> None:
+        """Feed the engine and execute its commands: plans at once, then all replies as one batch."""
+        replies: list[PublishReply | FinishRequest] = []
+        for event in events:
+            for command in self._engine.handle(event, self._clock.now()):
+                match command:
+                    case DispatchPlan():
+                        self._dispatch(command)
+                    case PublishReply() | FinishRequest():
+                        replies.append(command)
+                    case _:
+                        assert_never(command)
+            self._observe(event)
+        for reply in replies:
+            match reply:
+                case PublishReply(gateway_id, item):
+                    self._publisher.publish(gateway_id, item)
+                case FinishRequest():
+                    self._finish(reply)
+
+    async def _next_events(self, timeout_s: float) -> list[Event]:
+        """Everything that waits, at most MAX_TURN_EVENTS; empty after timeout_s."""
+        events: list[Event] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                events.append(await self._inbox.get())
+        except TimeoutError:
+            return events
+        while len(events) < MAX_TURN_EVENTS and not self._inbox.empty():
+            events.append(self._inbox.get_nowait())
+        return events
+
+    def _dispatch(self, command: DispatchPlan) -> None:
+        self._send_plan(command)
+        self._metrics.plans.labels(command.worker_id).inc()
+
+    def _finish(self, command: FinishRequest) -> None:
+        self._terminals.finish(command.terminal, command.timeline)
+        stats = command.terminal.stats
+        if command.timeline.admissions:
+            self._metrics.queue_time_s.labels(self._model_name).observe(stats.queue_s)
+            self._metrics.prefix_cache_queries.labels(self._model_name).inc(stats.prompt_tokens)
+            self._metrics.prefix_cache_hits.labels(self._model_name).inc(stats.cached_tokens)
+
+    def _observe(self, event: Event) -> None:
+        match event:
+            case StepReported(worker_id, _, report) if report.timing is not None:
+                timing = report.timing
+                self._metrics.observe_step(
+                    worker_id,
+                    step_s=_step_s(timing),
+                    prefill_tokens=timing.prefill_tokens,
+                    decode_tokens=timing.decode_tokens,
+                )
+            case WorkerUp(info, _):
+                self._model_name = info.model.name
+                self._workers_changed()
+            case WorkerDown():
+                self._workers_changed()
+
+
+def _step_s(timing: StepTiming) -> float:
+    return (timing.build_us + timing.forward_us + timing.sample_us) * 1e-6

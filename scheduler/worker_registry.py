@@ -1,0 +1,126 @@
+"""Which workers there are: polls their registrations and keeps one link to each (design §4)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from redis.asyncio import Redis
+
+from observability.tracing import Tracer
+from scheduler.clock import Clock
+from scheduler.commands import DispatchPlan
+from scheduler.events import Event, WorkerUp
+from scheduler.lease import Lease
+from scheduler.redis_io import REDIS_ERRORS, Patience, decoded
+from scheduler.worker_link import WorkerLink
+from wire import keys
+from wire.entries import WorkerEntry
+from wire.errors import EntryMalformed
+from wire.ids import WorkerId
+from wire.plan import ModelCard, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+POLL_S: Final = 0.25
+
+
+class WorkerRegistry:
+    """The links to a cell's workers. Everyone must serve the model of the first that came."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        cell: str,
+        lease: Lease,
+        *,
+        scheduler_id: str,
+        inbox: asyncio.Queue[Event],
+        clock: Clock,
+        tracer: Tracer,
+        model_known: Callable[[ModelCard], Awaitable[None]],
+    ) -> None:
+        self._redis = redis
+        self._cell = cell
+        self._lease = lease
+        self._clock = clock
+        self._model_known = model_known
+        self._model: ModelCard | None = None
+        self._links: dict[WorkerId, WorkerLink] = {}
+        self.fence = lease.fence
+        self.scheduler_id = scheduler_id
+        self.inbox = inbox
+        self.tracer = tracer
+
+    def send(self, command: DispatchPlan) -> None:
+        """Send a plan; dropped when its session is gone, for WorkerDown follows."""
+        link = self._links.get(command.worker_id)
+        if link is not None and link.epoch == command.epoch:
+            link.send(command.plan)
+
+    async def run(self) -> None:
+        """Follow the registrations for ever; while Redis is away, the links stay as they are. Raises FenceLost."""
+        patience = Patience(log, "reading worker registrations")
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    registered = await self._read()
+                except REDIS_ERRORS as error:
+                    await patience.after(error)
+                    continue
+                patience.success()
+                self._follow(registered, tasks)
+                await asyncio.sleep(POLL_S)
+
+    async def _read(self) -> dict[WorkerId, WorkerEntry]:
+        live = await self._redis.zrangebyscore(keys.workers(self._cell), self._clock.now(), "+inf")
+        worker_ids = [WorkerId(name) for name in decoded(live)]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker_id in worker_ids:
+                pipe.hgetall(keys.worker(self._cell, worker_id))
+            raws = await pipe.execute()
+        registered: dict[WorkerId, WorkerEntry] = {}
+        for worker_id, raw in zip(worker_ids, raws, strict=True):
+            if not raw:
+                continue
+            try:
+                registered[worker_id] = WorkerEntry.decode(raw)
+            except EntryMalformed as error:
+                log.error("worker registration: %s", error.message, extra={"worker": worker_id})
+        return registered
+
+    def _follow(self, registered: dict[WorkerId, WorkerEntry], tasks: asyncio.TaskGroup) -> None:
+        for worker_id, link in self._links.items():
+            link.follow(registered.get(worker_id))
+        for worker_id, entry in registered.items():
+            if worker_id not in self._links:
+                self._links[worker_id] = WorkerLink(entry, self)
+                tasks.create_task(self._keep(worker_id))
+
+    async def _keep(self, worker_id: WorkerId) -> None:
+        await self._links[worker_id].run()
+        del self._links[worker_id]
+
+    # -- scheduler.worker_link.LinkOwner -----------------------------------------------------------------------
+
+    def refusal(self, info: WorkerInfo) -> str | None:
+        if self._model is None or info.model == self._model:
+            return None
+        return f"refused: serves {info.model}, this cell serves {self._model}"
+
+    async def worker_up(self, event: WorkerUp) -> None:
+        log.info(
+            "worker up",
+            extra={"worker": event.info.worker_id, "epoch": event.info.epoch, "residents": len(event.residents)},
+        )
+        self._model = event.info.model
+        await self.inbox.put(event)
+        await self._model_known(event.info.model)
+
+    async def fence_doubted(self) -> None:
+        try:
+            await self._lease.confirm()
+        except REDIS_ERRORS as error:
+            log.warning("fence not confirmed: %r", error)

@@ -1,0 +1,1 @@
+"""Whole-mesh suites: real processes, real Redis, real gRPC, a real model."""
