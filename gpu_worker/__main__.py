@@ -27,13 +27,15 @@ from observability.metrics import WorkerMetrics
 from observability.tracing import Tracer, setup_tracing
 from wire.config import WorkerConfig, load
 from wire.entries import WorkerEntry
-from wire.errors import MeshError
+from wire.errors import ConfigInvalid, MeshError
 from wire.ids import Epoch, WorkerId
 from wire.model_path import model_path, served_name
+from wire.redis_client import open_redis
 
 log = logging.getLogger("gpu_worker")
 
 REDIS_TIMEOUT_S = 2.0
+"""A heartbeat that takes longer has failed."""
 
 
 def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
@@ -60,6 +62,13 @@ def load_model(config: WorkerConfig) -> ModelRunner:
     )
 
 
+def connect_redis(url: str) -> Redis:
+    try:
+        return open_redis(url, command_timeout_s=REDIS_TIMEOUT_S, connect_timeout_s=REDIS_TIMEOUT_S)
+    except ValueError as error:
+        raise ConfigInvalid(f"PHASEMESH_REDIS_URL={url!r}: {error}", param="PHASEMESH_REDIS_URL") from error
+
+
 async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
     """Serve until a stop signal; then leave Redis, end the session, finish the running step."""
     metrics = WorkerMetrics()
@@ -70,6 +79,7 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         )
         server, port = bind_server(config.host, config.port)
         identity = identify(config, port)
+        redis = await stack.enter_async_context(connect_redis(config.cell.redis_url))
         runner = await asyncio.to_thread(load_model, config)
         stop = _stop_signal()  # not before: a signal while the model loads just ends the process
         # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
@@ -77,11 +87,6 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         telemetry = StepTelemetry(metrics, tracer)
         executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, threads=config.threads))
         await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer)))
-        redis = await stack.enter_async_context(
-            Redis.from_url(
-                config.cell.redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
-            )
-        )
 
         def current_entry() -> WorkerEntry:
             return WorkerEntry(identity.worker_id, identity.advertise_address, executor.epoch, os.getpid())

@@ -19,9 +19,9 @@ from observability.metrics import SchedulerMetrics
 from observability.tracing import Tracer, setup_tracing
 from scheduler.active import Tenure
 from scheduler.lease import Lease
-from scheduler.redis_io import open_redis
 from wire.config import SchedulerConfig, load
 from wire.errors import MeshError
+from wire.redis_client import open_redis
 
 log = logging.getLogger("scheduler")
 

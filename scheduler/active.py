@@ -19,13 +19,13 @@ from scheduler.lease import Lease
 from scheduler.pending import PendingRequests
 from scheduler.publisher import Publisher
 from scheduler.recovery import Recovery
-from scheduler.redis_io import open_redis
 from scheduler.request_spans import RequestSpans
 from scheduler.service import Service
 from scheduler.terminals import Terminals
 from scheduler.worker_registry import WorkerRegistry
 from wire.config import SchedulerConfig
 from wire.errors import FenceLost
+from wire.redis_client import open_redis
 
 log = logging.getLogger(__name__)
 

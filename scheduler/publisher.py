@@ -25,11 +25,12 @@ from scheduler.clock import Clock
 from scheduler.journal import JournalDrafts, append_call, end_call
 from scheduler.lease import Lease
 from scheduler.pending import PendingRequests
-from scheduler.redis_io import REDIS_ERRORS, Patience, open_redis
+from scheduler.redis_io import REDIS_ERRORS, Patience
 from wire import keys
 from wire.entries import ReplyEntry, ReplyItem, TerminalReply
 from wire.errors import FenceLost
 from wire.ids import GatewayId, RequestId
+from wire.redis_client import open_redis
 
 log = logging.getLogger(__name__)
 

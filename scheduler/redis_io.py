@@ -1,45 +1,22 @@
-"""How the scheduler talks to Redis: clients that fail at once, and patience that lives here and nowhere else."""
+"""How the scheduler lives with a Redis that may be away: patience lives here and nowhere else."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from wire import keys
 
 REDIS_ERRORS: Final = (RedisError, OSError)
 """What an absent, restarting or overloaded Redis raises."""
-COMMAND_TIMEOUT_S: Final = 5.0
 BLOCK_MS: Final = 1000
-"""Blocking reads return this often; well inside COMMAND_TIMEOUT_S."""
+"""Blocking reads return this often; well inside the client's timeout."""
 FIRST_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 1.0
-
-ConnectHook = Callable[[AbstractConnection], Awaitable[None]]
-
-
-def open_redis(url: str, *, on_connect: ConnectHook | None = None) -> Redis:
-    """A client that never retries by itself: its user must see that a connection was lost.
-
-    on_connect replaces the connection's own greeting and must call it.
-    """
-    return Redis.from_url(
-        url,
-        protocol=2,
-        decode_responses=False,
-        socket_timeout=COMMAND_TIMEOUT_S,
-        socket_connect_timeout=COMMAND_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-        redis_connect_func=on_connect,
-    )
 
 
 class Patience:

@@ -1,5 +1,5 @@
 """The error tree. Every error that can reach a client has a stable code, a message that names the field and
-the limit, and is turned into HTTP at one edge (gateway/errors.py) and into gRPC at one edge (gpu_worker/server/service.py)."""
+the limit, and is turned into HTTP at one edge (gateway/errors.py) and into gRPC at one edge (gpu_worker/server/)."""
 
 from __future__ import annotations
 

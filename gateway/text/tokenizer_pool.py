@@ -63,8 +63,9 @@ class TokenizerPool:
         for process in self._processes:
             process.closed = True
             await process.stop()
-        for _ in self._processes:  # each comes back when its text has been given up
-            await self._idle.get()
+        returned = [await self._idle.get() for _ in self._processes]  # each when it has given its text up
+        for process in returned:
+            self._idle.put_nowait(process)  # to refuse a text that comes late
 
     async def encode(
         self, text: str, add_special_tokens: bool, limit_tokens: int, *, param: str = "prompt"

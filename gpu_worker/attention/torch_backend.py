@@ -15,6 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_worker.step_batch import StepBatch
 
+GROUP_CONTEXT_TOKENS = 4096
+"""Context gathered at once, unless one sequence has more: beyond this it no longer stays in the CPU's cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
@@ -71,7 +74,11 @@ def _similar_sequences(batch: StepBatch) -> list[list[int]]:
     similar: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for index, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         similar[query_len, context_len.bit_length()].append(index)
-    return list(similar.values())
+    groups: list[list[int]] = []
+    for (_, context_bits), members in similar.items():
+        group_size = max(1, GROUP_CONTEXT_TOKENS >> context_bits)
+        groups.extend(members[i : i + group_size] for i in range(0, len(members), group_size))
+    return groups
 
 
 def _group(

@@ -174,7 +174,7 @@ async def test_a_command_that_does_not_exist_is_reported(guard: Guard, tmp_path:
     service = tiny(free_port(set()))
     missing = Service("missing", ("/no/such/program",), service.probe, service.health_url, os.environ)
     supervised = supervise(missing, guard, tmp_path, Console())
-    with pytest.raises(ServiceFailed, match="missing ended with exit status 1(?s:.*)/no/such/program"):
+    with pytest.raises(ServiceFailed, match=r"missing ended with exit status 1(?s:.*)/no/such/program"):
         await supervised.start()
     await supervised.stop()
 

@@ -132,7 +132,9 @@ class LocalCompose:
         assert kind == "CMD"
         deadline = time.monotonic() + 60.0
         while True:
-            done = subprocess.run(self._command(name, command), env=self._environ(name), cwd=ROOT, capture_output=True)
+            done = subprocess.run(
+                self._command(name, command), env=self._environ(name), cwd=ROOT, capture_output=True, timeout=30.0
+            )
             if done.returncode == 0:
                 return
             assert self._processes[name].poll() is None, self.log(name)

@@ -14,10 +14,9 @@ from observability.metrics import GatewayMetrics, SchedulerMetrics, WorkerMetric
 from tests.deploy.compose import ROOT
 
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
-STAGES = {
-    name: body
-    for name, body in re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
-}
+STAGES: dict[str, str] = dict(
+    re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+)
 DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/phasemesh.json").read_text())
 PACKAGES = set(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]

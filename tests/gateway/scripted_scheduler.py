@@ -138,7 +138,7 @@ class ScriptedScheduler:
         message = None if error_code is None else f"scripted {error_code}"
         terminal = TerminalReply(entry.request_id, error_code, message, 7.0 if error_code else None, stats)
         await self.reply(entry, terminal)
-        lane = (await self.redis.hget(keys.journal(self.cell, entry.request_id), "lane")) or b"interactive"
+        lane: Any = await self.redis.hget(keys.journal(self.cell, entry.request_id), "lane") or b"interactive"
         await self._terminal(
             keys=[
                 keys.live(self.cell),

@@ -136,7 +136,12 @@ class MeshStack:
 
     def pages_in_use(self) -> int:
         """Over all workers, from the scheduler's metrics."""
+        return int(self.scheduler_metric("phasemesh_scheduler_kv_pages", 'state="in_use"'))
+
+    def scheduler_metric(self, name: str, label: str = "") -> float:
+        """Sum of the samples of a metric that carry the label."""
         with urllib.request.urlopen(self.scheduler.health_url.replace("/health", "/metrics"), timeout=5.0) as answer:
             lines = answer.read().decode().splitlines()
-        rows = [r for r in lines if r.startswith("phasemesh_scheduler_kv_pages{") and 'state="in_use"' in r]
-        return int(sum(float(row.rsplit(" ", 1)[1]) for row in rows))
+        rows = [r for r in lines if r.startswith(f"{name}{{") and label in r]
+        assert rows, f"the scheduler exports no {name}"
+        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from scheduler.redis_io import open_redis
 from tests.scheduler_service.parts import Parts
 from tests.scheduler_service.redis_server import RedisServer
+from wire.redis_client import open_redis
 
 
 @pytest.fixture

@@ -23,12 +23,14 @@ from scheduler.request_spans import RequestSpans
 from scheduler.terminals import Terminals
 from tests.engine.paged_worker import CARD
 from wire import keys
-from wire.entries import RequestEntry, ReplyEntry, ReplyItem
+from wire.entries import ReplyEntry, ReplyItem, RequestEntry
 from wire.ids import Fence, GatewayId, RequestId
+from wire.journal import Journal
 from wire.plan import ModelCard
 from wire.sampling import SamplingParams
 
 CELL = "test"
+POLL_S = 0.01
 GATEWAY = GatewayId("gw")
 
 
@@ -43,7 +45,7 @@ async def submit(redis: Redis, entry: RequestEntry, lane: str = "interactive") -
     fields: Any = entry.encode()
     await redis.sadd(keys.live(CELL), entry.request_id)
     entry_id = await redis.xadd(keys.requests(CELL, lane), fields)
-    journal = {"gw": entry.gateway_id, "lane": lane, "entry": entry_id}
+    journal: Any = {"gw": entry.gateway_id, "lane": lane, "entry": entry_id}
     await redis.hset(keys.journal(CELL, entry.request_id), mapping=journal)
     return cast(bytes, entry_id)
 
@@ -56,11 +58,15 @@ async def reply_items(redis: Redis, gateway_id: GatewayId = GATEWAY) -> list[Rep
     return [item for entry in await replies(redis, gateway_id) for item in entry.items]
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 5.0) -> None:
+async def journal_of(redis: Redis, request_id: str) -> Journal:
+    return Journal.decode(cast(Any, await redis.hgetall(keys.journal(CELL, RequestId(request_id)))))
+
+
+async def until(condition: Callable[[], Awaitable[Any]], timeout_s: float = 5.0) -> None:
     """Wait for something another process or task brings about."""
     async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.01)
+        while not await condition():  # noqa: ASYNC110  # it happens in Redis
+            await asyncio.sleep(POLL_S)
 
 
 async def is_closed(redis: Redis, request_id: str) -> bool:
@@ -78,7 +84,7 @@ class Parts:
 
     def __init__(self, redis_url: str, redis: Redis, holder: str = "me") -> None:
         self.url = redis_url
-        self.redis = redis
+        self.redis: Any = redis  # redis-py types a reply by everything any server may say
         self.lease = Lease(redis, CELL, holder, ttl_s=1.0)
 
     def build(self) -> None:

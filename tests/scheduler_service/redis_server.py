@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import shutil
@@ -11,9 +10,6 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 
 def redis_executable() -> str:
@@ -80,15 +76,3 @@ class RedisServer:
     def thaw(self) -> None:
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGCONT)
-
-
-async def eventually(redis: Redis, pattern: str, count: int, timeout_s: float = 5.0) -> None:
-    """Wait until so many keys match; fails otherwise."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            try:
-                if len(await redis.keys(pattern)) == count:
-                    return
-            except RedisError:
-                pass
-            await asyncio.sleep(0.01)

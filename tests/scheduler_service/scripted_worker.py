@@ -1,6 +1,7 @@
 """A worker process without a model: real gRPC in front of the engine tests' PagedWorker, which checks every KV slot.
 
-Also a program, for tests that freeze or kill a worker: `python -m tests.scheduler_service.scripted_worker PORT [STEP_S]`.
+Also a program, for tests that freeze or kill a worker:
+`python -m tests.scheduler_service.scripted_worker PORT [STEP_S]`.
 """
 
 from __future__ import annotations

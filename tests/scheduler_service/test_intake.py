@@ -8,13 +8,14 @@ from typing import Any
 from kvstore.prefix_hash import namespace, root_hash
 from scheduler.events import CancelRequested, RequestArrived
 from scheduler.intake import ControlIntake, RequestIntake
-from scheduler.redis_io import ensure_groups, open_redis
+from scheduler.redis_io import ensure_groups
 from tests.engine.paged_worker import CARD, VOCAB
 from tests.scheduler_service.parts import CELL, Parts, is_closed, reply_items, request_entry, submit, until
 from tests.scheduler_service.redis_server import RedisServer
 from wire import keys
 from wire.entries import CancelEntry, TerminalReply
 from wire.ids import RequestId
+from wire.redis_client import open_redis
 
 
 @asynccontextmanager
@@ -69,7 +70,7 @@ async def test_the_interactive_lane_is_drained_before_the_batch_lane(parts: Part
 async def test_a_malformed_request_gets_a_terminal_and_is_removed(parts: Parts) -> None:
     fields: Any = request_entry("bad").encode()
     stream = keys.requests(CELL, "interactive")
-    await parts.redis.sadd(keys.live(CELL), "bad")  # type: ignore[misc]
+    await parts.redis.sadd(keys.live(CELL), "bad")
     await parts.redis.xadd(stream, {**fields, "prompt": b"odd"})
     async with reading(parts):
         await until(lambda: is_closed(parts.redis, "bad"))
@@ -82,11 +83,11 @@ async def test_an_entry_nobody_can_be_answered_for_is_removed_and_the_next_is_se
     stream = keys.requests(CELL, "interactive")
     hostile: list[dict[str, bytes]] = [{"x": b"y"}, {"v": b"1", "body": b"[]"}, {"v": b"9", "body": b'{"id": 7}'}]
     for fields in hostile:
-        await parts.redis.xadd(stream, fields)  # type: ignore[arg-type]
+        await parts.redis.xadd(stream, fields)
     await submit(parts.redis, request_entry("good"))
 
     async def only_the_good_one_is_left() -> bool:
-        return await parts.redis.xlen(stream) == 1
+        return bool(await parts.redis.xlen(stream) == 1)
 
     async with reading(parts):
         assert (await next_arrival(parts)).request.request_id == "good"
@@ -148,7 +149,7 @@ async def test_cancels_reach_the_engine_and_are_removed(parts: Parts) -> None:
         assert await asyncio.wait_for(parts.inbox.get(), 5) == CancelRequested(RequestId("r"), "stop", 1)
 
         async def is_empty() -> bool:
-            return await parts.redis.xlen(keys.control(CELL)) == 0
+            return bool(await parts.redis.xlen(keys.control(CELL)) == 0)
 
         await until(is_empty)
 

@@ -6,7 +6,7 @@ from redis.asyncio import Redis
 
 from scheduler.journal import FLUSH_AFTER_S, JournalDrafts, append_call, end_call
 from scheduler.redis_io import ensure_groups
-from tests.scheduler_service.parts import CELL, is_closed, request_entry, submit
+from tests.scheduler_service.parts import CELL, is_closed, journal_of, request_entry, submit
 from wire import keys
 from wire.entries import ChoiceReply, TerminalReply, TokensReply, pack_tokens
 from wire.ids import Fence, RequestId
@@ -71,7 +71,7 @@ def test_a_journal_is_read_up_to_its_first_gap_and_overlaps_are_harmless() -> No
 
 
 async def run(redis: Redis, call: list[Any]) -> int:
-    return int(await redis.eval(*call))  # type: ignore[misc]
+    return int(await redis.eval(*call))
 
 
 async def test_scripts_of_a_fenced_out_scheduler_change_nothing(redis: Redis) -> None:
@@ -95,6 +95,6 @@ async def test_the_end_of_a_request_is_written_once_however_often_it_is_run(redi
     for _ in range(2):
         assert await run(redis, call) == 1
         assert await is_closed(redis, R)
-    journal = Journal.decode(await redis.hgetall(keys.journal(CELL, R)))
+    journal = await journal_of(redis, R)
     assert journal.terminal == TerminalReply(R)
     assert journal.output(0).tokens == [4, 5]

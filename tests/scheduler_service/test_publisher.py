@@ -10,12 +10,13 @@ from redis.asyncio import Redis
 from scheduler import publisher as publisher_module
 from scheduler.lease import Lease
 from scheduler.pending import PendingRequest
-from scheduler.redis_io import ensure_groups, open_redis
+from scheduler.redis_io import ensure_groups
 from tests.scheduler_service.parts import (
     CELL,
     GATEWAY,
     Parts,
     is_closed,
+    journal_of,
     replies,
     reply_items,
     request_entry,
@@ -24,10 +25,10 @@ from tests.scheduler_service.parts import (
 )
 from tests.scheduler_service.redis_server import RedisServer
 from wire import keys
-from wire.entries import ChoiceReply, TerminalReply, TokensReply
+from wire.entries import ChoiceReply, ReplyItem, TerminalReply, TokensReply
 from wire.errors import FenceLost
 from wire.ids import GatewayId, RequestId
-from wire.journal import Journal
+from wire.redis_client import open_redis
 
 R = RequestId("r")
 
@@ -48,7 +49,7 @@ async def running(parts: Parts) -> AsyncIterator[None]:
 
 async def test_a_turn_is_one_entry_per_gateway_with_all_its_items_in_order(parts: Parts) -> None:
     other = GatewayId("other")
-    items = [tokens(0, 1), tokens(1, 2), ChoiceReply(R, 0, 2, "stop")]
+    items: list[ReplyItem] = [tokens(0, 1), tokens(1, 2), ChoiceReply(R, 0, 2, "stop")]
     for item in items:
         parts.publisher.publish(GATEWAY, item)
     parts.publisher.publish(other, tokens(0, 9))
@@ -67,9 +68,9 @@ async def _published(redis: Redis, gateway_id: GatewayId, count: int) -> bool:
 async def test_output_reaches_the_journal_within_a_second_and_names_its_place_in_the_replies(parts: Parts) -> None:
     async with running(parts):
         parts.publisher.publish(GATEWAY, tokens(0, 1, 2))
-        await until(lambda: parts.redis.exists(keys.journal(CELL, R)), timeout_s=1.5)  # type: ignore[arg-type]
-    journal = Journal.decode(await parts.redis.hgetall(keys.journal(CELL, R)))
-    [(entry_id, _)] = await parts.redis.xrange(keys.replies(GATEWAY))  # type: ignore[misc]
+        await until(lambda: parts.redis.exists(keys.journal(CELL, R)), timeout_s=1.5)
+    journal = await journal_of(parts.redis, R)
+    [(entry_id, _)] = await parts.redis.xrange(keys.replies(GATEWAY))
     assert journal.output(0).tokens == [1, 2]
     assert journal.tail == entry_id
 
@@ -93,7 +94,7 @@ async def test_a_request_ends_in_one_terminal_reply_and_leaves_nothing_but_its_j
     async with running(parts):
         await until(lambda: is_closed(parts.redis, R))
     assert (await reply_items(parts.redis))[-1] == TerminalReply(R)
-    journal = Journal.decode(await parts.redis.hgetall(keys.journal(CELL, R)))
+    journal = await journal_of(parts.redis, R)
     assert journal.output(0).tokens == [1, 2] and journal.terminal == TerminalReply(R)
     assert parts.pending.ids() == []
 
@@ -121,7 +122,7 @@ async def test_replies_wait_for_a_redis_that_is_away_and_come_in_order(parts: Pa
         async with open_redis(redis_server.url) as redis:
             await until(lambda: _published(redis, GATEWAY, 40))
             positions = [item.position for item in await reply_items(redis) if isinstance(item, TokensReply)]
-            live = await redis.smembers(keys.live(CELL))  # type: ignore[misc]
+            live = await redis.smembers(keys.live(CELL))
     assert positions == list(range(40)), "what was sent before comes again first, and nothing is missing"
     assert live == {R.encode()}
     assert parts.metrics.redis_reconnects._value.get() > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -41,12 +41,11 @@ class Predecessor:
 
     async def publish(self, *items: ReplyItem, fence: Fence = OLD_FENCE) -> bytes:
         fields: Any = ReplyEntry(fence, list(items)).encode()
-        entry_id: bytes = await self.redis.xadd(keys.replies(GATEWAY), fields)
-        return entry_id
+        return cast(bytes, await self.redis.xadd(keys.replies(GATEWAY), fields))
 
     async def journal(self, **fields: Any) -> None:
         renamed: Any = {name.replace("_", ":"): value for name, value in fields.items()}
-        await self.redis.hset(keys.journal(CELL, R), mapping=renamed)  # type: ignore[misc]
+        await self.redis.hset(keys.journal(CELL, R), mapping=renamed)
 
 
 @pytest.fixture
@@ -101,7 +100,7 @@ async def test_the_successor_journals_what_its_predecessor_only_published(
     await recovered(parts)
     parts.terminals.finish(TerminalReply(R))
     await flushed(parts)
-    journal = await parts.redis.hgetall(keys.journal(CELL, R))  # type: ignore[misc]
+    journal = await parts.redis.hgetall(keys.journal(CELL, R))
     assert journal[b"o:0:0"] == pack_tokens(list(range(20)))
 
 
@@ -183,4 +182,4 @@ async def test_a_malformed_pending_entry_does_not_stop_recovery(parts: Parts, pr
     assert bad not in [entry_id for entry_id, _ in entries]
     pending: Any = await parts.redis.xpending(lane, keys.SCHEDULER_GROUP)
     assert pending["pending"] == 1
-    await until(lambda: parts.redis.sismember(keys.live(CELL), R))  # type: ignore[arg-type]
+    await until(lambda: parts.redis.sismember(keys.live(CELL), R))

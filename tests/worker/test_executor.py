@@ -42,6 +42,10 @@ class Client:
     async def report(self) -> StepReport:
         return await asyncio.wait_for(self._reports.get(), TIMEOUT_S)
 
+    @property
+    def has_no_report(self) -> bool:
+        return self._reports.empty()
+
     async def run(self, step_plan: StepPlan) -> list[StepReport]:
         """Submit one plan and collect its reports."""
         await self.submit(step_plan)
@@ -247,9 +251,11 @@ async def test_a_step_that_raises_voids_the_epoch_and_the_worker_survives() -> N
             StepReport(reports[0].plan_id, 0, plan_done=True, progress=[], failure="RuntimeError: device lost")
         ]
         runner.before_forward = lambda batch: None
-        await client.submit(plan(3, decodes=[decode(1)]))  # its session is void: ignored
+        # Its session is void: more plans than the queue holds, so that some have surely been taken, are ignored.
+        await client.submit(*(plan(i, max_steps=0) for i in range(3, MAX_QUEUED_PLANS + 5)))
         successor = Client(executor)
         assert await successor.open() == Snapshot(Epoch(EPOCH + 1), [])
+        assert client.has_no_report
         reports = await successor.run(plan(1, chunks=[chunk(1, 0, 8, tokens=PROMPT[:8], pages=grant([1], 16))]))
         assert tokens_of(reports, 1) == reference_output(PROMPT[:8], 1)
         assert metrics.registry.get_sample_value("phasemesh_worker_step_failures_total") == 1

@@ -117,6 +117,7 @@ async def test_a_worker_serves_the_real_model_and_stops_cleanly(smollm2_dir: Pat
         ({"WORKER_PORT": "high"}, "PHASEMESH_WORKER_PORT"),
         ({"WORKER_POTR": "1"}, "unknown variable PHASEMESH_WORKER_POTR"),
         ({"MODEL": "/nowhere"}, "PHASEMESH_MODEL"),
+        ({"REDIS_URL": "http://nowhere"}, "PHASEMESH_REDIS_URL"),
     ],
 )
 async def test_a_worker_that_cannot_start_says_why_in_a_line(variables: dict[str, str], message: str) -> None:

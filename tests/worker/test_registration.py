@@ -17,6 +17,7 @@ from tests.redis_fixture import RedisServer
 from wire import keys
 from wire.entries import WorkerEntry
 from wire.ids import WorkerId
+from wire.redis_client import open_redis
 
 TIMEOUT_S = 10.0
 CELL = "registration"
@@ -25,22 +26,24 @@ ENTRY = WorkerEntry(WorkerId("w1"), "127.0.0.1:4242", 7, 1234)
 
 @pytest.fixture
 async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
+    """The test's own client: it retries, the worker's does not."""
     async with Redis.from_url(redis_server.url) as client:
         yield client
 
 
 @asynccontextmanager
-async def registered(redis: Redis, entries: Iterator[WorkerEntry]) -> AsyncIterator[WorkerMetrics]:
+async def registered(server: RedisServer, entries: Iterator[WorkerEntry]) -> AsyncIterator[WorkerMetrics]:
     metrics = WorkerMetrics()
-    task = asyncio.ensure_future(
-        keep_registered(redis, CELL, lambda: next(entries), reconnects=metrics.redis_reconnects)
-    )
-    try:
-        yield metrics
-    finally:
-        task.cancel()
-        await asyncio.wait([task], timeout=TIMEOUT_S)
-        assert task.cancelled()
+    async with open_redis(server.url) as redis:
+        task = asyncio.ensure_future(
+            keep_registered(redis_server, CELL, lambda: next(entries), reconnects=metrics.redis_reconnects)
+        )
+        try:
+            yield metrics
+        finally:
+            task.cancel()
+            await asyncio.wait([task], timeout=TIMEOUT_S)
+            assert task.cancelled()
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -68,8 +71,10 @@ async def stored_entry(redis: Redis) -> WorkerEntry:
     return WorkerEntry.decode(cast(dict[bytes, bytes], raw))
 
 
-async def test_a_worker_is_found_with_a_lease_and_gone_after_a_clean_stop(redis: Redis) -> None:
-    async with registered(redis, constant()):
+async def test_a_worker_is_found_with_a_lease_and_gone_after_a_clean_stop(
+    redis: Redis, redis_server: RedisServer
+) -> None:
+    async with registered(redis_server, constant()):
         await until(lambda: is_listed(redis))
         assert await lapses_at(redis) == pytest.approx(time.time() + keys.WORKER_LEASE_TTL_S, abs=2.0)
         assert await stored_entry(redis) == ENTRY
@@ -77,7 +82,7 @@ async def test_a_worker_is_found_with_a_lease_and_gone_after_a_clean_stop(redis:
     assert await redis.keys("*") == []
 
 
-async def test_heartbeats_renew_the_lease_and_carry_a_new_epoch(redis: Redis) -> None:
+async def test_heartbeats_renew_the_lease_and_carry_a_new_epoch(redis: Redis, redis_server: RedisServer) -> None:
     def epochs() -> Iterator[WorkerEntry]:
         epoch = 7
         while True:
@@ -87,7 +92,7 @@ async def test_heartbeats_renew_the_lease_and_carry_a_new_epoch(redis: Redis) ->
     async def in_epoch_8() -> bool:
         return (await stored_entry(redis)).epoch == 8
 
-    async with registered(redis, epochs()):
+    async with registered(redis_server, epochs()):
         await until(lambda: is_listed(redis))
         first = await lapses_at(redis)
         await until(in_epoch_8)
@@ -100,7 +105,7 @@ async def test_registration_outlives_redis(
     async def missed_a_heartbeat() -> bool:
         return "Redis is away" in caplog.text
 
-    async with registered(redis, constant()) as metrics:
+    async with registered(redis_server, constant()) as metrics:
         await until(lambda: is_listed(redis))
         redis_server.kill()
         await until(missed_a_heartbeat)
@@ -111,7 +116,7 @@ async def test_registration_outlives_redis(
 
 
 async def test_a_clean_stop_does_not_wait_for_a_redis_that_is_away(redis: Redis, redis_server: RedisServer) -> None:
-    async with registered(redis, constant()):
+    async with registered(redis_server, constant()):
         await until(lambda: is_listed(redis))
         redis_server.kill()
         stopping = time.monotonic()

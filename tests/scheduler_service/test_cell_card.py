@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import generate_latest
+
+from kvstore.page_pool import PoolCounts
+from scheduler.cell_card import CellCardPublisher
+from scheduler.lease import Lease
+from scheduler.stats import EngineStats, WorkerStats
+from tests.engine.paged_worker import CARD
+from tests.scheduler_service.parts import CELL, Parts, until
+from wire import keys
+from wire.entries import CellCard
+from wire.ids import WorkerId
+from wire.plan import ModelCard
+
+
+def stats(num_workers: int, model: ModelCard | None = CARD) -> EngineStats:
+    pages = PoolCounts(free=5, cached=2, in_use=3, retiring=0)
+    workers = [WorkerStats(WorkerId(f"w{i}"), 1, 10, pages) for i in range(num_workers)]
+    return EngineStats(4, num_workers, 0, workers, model, 161, 2.5)
+
+
+class Shown:
+    """Runs the publisher over stats that the test sets."""
+
+    def __init__(self, parts: Parts, now: EngineStats) -> None:
+        self.now = now
+        self.parts = parts
+        self.publisher = CellCardPublisher(parts.redis, CELL, parts.lease, lambda: self.now, parts.metrics)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.publisher.run())
+        yield
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def card(self) -> CellCard | None:
+        raw = await self.parts.redis.hgetall(keys.cell_card(CELL))
+        return CellCard.decode(raw) if raw else None
+
+    async def shows(self, num_workers: int) -> bool:
+        card = await self.card()
+        return card is not None and card.num_workers == num_workers
+
+
+async def test_the_card_says_what_gateways_admit_by_and_lapses_with_its_scheduler(parts: Parts) -> None:
+    shown = Shown(parts, stats(2))
+    async with shown.running():
+        await until(lambda: shown.shows(2))
+    assert await shown.card() == CellCard("model", "r0", 50, 400, 161, [1], 2, parts.fence, 2.5)
+    assert 0 < await parts.redis.pttl(keys.cell_card(CELL)) <= keys.SCHEDULER_LEASE_TTL_S * 1000
+
+
+async def test_a_change_of_workers_is_published_at_once(parts: Parts) -> None:
+    shown = Shown(parts, stats(1))
+    async with shown.running():
+        await until(lambda: shown.shows(1))
+        shown.now = stats(0)
+        shown.publisher.workers_changed()
+        await until(lambda: shown.shows(0), timeout_s=0.3)
+
+
+async def test_without_a_model_there_is_no_card(parts: Parts) -> None:
+    shown = Shown(parts, stats(0, model=None))
+    async with shown.running():
+        await asyncio.sleep(0.1)
+        assert await shown.card() is None
+
+
+async def test_a_fenced_out_scheduler_leaves_the_card_alone(parts: Parts) -> None:
+    await parts.redis.delete(keys.lease(CELL))
+    await Lease(parts.redis, CELL, "usurper").acquire()
+    shown = Shown(parts, stats(1))
+    async with shown.running():
+        await asyncio.sleep(0.1)
+        assert await shown.card() is None
+
+
+async def test_gauges_show_the_engine_and_forget_lost_workers(parts: Parts) -> None:
+    shown = Shown(parts, stats(2))
+    async with shown.running():
+        await until(lambda: shown.shows(2))
+        scrape = generate_latest(parts.metrics.registry).decode()
+        assert 'vllm:num_requests_waiting{model_name="model"} 4.0' in scrape
+        assert 'worker="w1"' in scrape and "phasemesh_scheduler_workers 2.0" in scrape
+        shown.now = stats(1)
+        shown.publisher.workers_changed()
+        await until(lambda: shown.shows(1))
+    assert 'worker="w1"' not in generate_latest(parts.metrics.registry).decode()
