@@ -66,7 +66,7 @@ def connect_redis(url: str) -> Redis:
     try:
         return open_redis(url, command_timeout_s=REDIS_TIMEOUT_S, connect_timeout_s=REDIS_TIMEOUT_S)
     except ValueError as error:
-        raise ConfigInvalid(f"PHASEMESH_REDIS_URL={url!r}: {error}", param="PHASEMESH_REDIS_URL") from error
+        raise ConfigInvalid(f"PHASEMESH_REDIS_URL: {error}", param="PHASEMESH_REDIS_URL") from error
 
 
 async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:

@@ -38,14 +38,19 @@ class Scheduler:
         self._metrics = metrics
         self._tracer = tracer
         self._scheduler_id = config.scheduler_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._stopping = False
         self.not_ready: str | None = STANDBY
+
+    def stop(self) -> None:
+        """To be said before run() is cancelled: a cancellation may drown in a fence that is lost at the same time."""
+        self._stopping = True
 
     async def run(self) -> None:
         """Run until cancelled; then release the lease, so that a successor starts at once."""
         redis = open_redis(self._config.cell.redis_url)
         lease = Lease(redis, self._config.cell.cell, f"{self._scheduler_id}/{uuid4().hex}")
         try:
-            while True:
+            while not self._stopping:
                 await lease.acquire()
                 self.not_ready = None
                 await Tenure(self._config, self._scheduler_id, lease, self._metrics, self._tracer).run()
@@ -70,6 +75,7 @@ async def run_scheduler(config: SchedulerConfig, tracer: Tracer) -> None:
         log.info("started", extra={"cell": config.cell.cell, "health_port": port})
         running = [tasks.create_task(scheduler.run()), tasks.create_task(_measure_lag(metrics))]
         await stop.wait()
+        scheduler.stop()
         for task in running:
             task.cancel()
     log.info("stopped")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Coroutine
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import grpc
 
@@ -39,6 +40,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),  # without it a lost ping is noticed after a minute
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
     # Every session has a connection of its own: none inherits an earlier one's backoff.
@@ -174,17 +176,16 @@ class WorkerLink:
 
     async def _exchange(self, call: Call, info: WorkerInfo) -> None:
         """Plans out and reports in until the stream ends. Always raises: _SessionEnded or AioRpcError."""
-        endings: list[Exception] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read_reports(call, info))
-                tasks.create_task(self._write_plans(call))
-                tasks.create_task(self._until_broken())
-        except* (_SessionEnded, grpc.aio.AioRpcError) as group:
-            endings.extend(group.exceptions)
-        raise endings[0]
+        async with asyncio.TaskGroup() as group:
+            jobs = (self._read_reports(call, info), self._write_plans(call), self._until_broken())
+            # None of them raises: a group that fails while it is being cancelled forgets the cancellation.
+            tasks = [group.create_task(_ending(job)) for job in jobs]
+            done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in running:
+                task.cancel()
+        raise next(task.result() for task in tasks if task in done)
 
-    async def _read_reports(self, call: Call, info: WorkerInfo) -> None:
+    async def _read_reports(self, call: Call, info: WorkerInfo) -> NoReturn:
         while True:
             message = await _read(call, "report")
             try:
@@ -193,13 +194,21 @@ class WorkerLink:
                 raise _SessionEnded(error.message) from error
             await self._owner.inbox.put(StepReported(info.worker_id, info.epoch, report))
 
-    async def _write_plans(self, call: Call) -> None:
+    async def _write_plans(self, call: Call) -> NoReturn:
         while True:
             await _write(call, await self._plans.get())
 
-    async def _until_broken(self) -> None:
+    async def _until_broken(self) -> NoReturn:
         await self._changed.wait()
         raise _SessionEnded(self._broken or "given up")
+
+
+async def _ending(job: Coroutine[Any, Any, NoReturn]) -> Exception:
+    """How a job that only ends by raising ended."""
+    try:
+        await job
+    except (_SessionEnded, grpc.aio.AioRpcError) as error:
+        return error
 
 
 async def _write(call: Call, message: pb.ToWorker) -> None:

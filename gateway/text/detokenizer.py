@@ -15,10 +15,10 @@ class Detokenizer:
 
     Tokens are bytes, and bytes become text when a UTF-8 character is complete, so a character split over tokens never
     shows as U+FFFD and a prompt that ends inside one is continued, never repeated. Bytes that no continuation can make
-    valid become U+FFFD at once, one for each maximal ill-formed part (Unicode 3.9, table 3-8). A character that the
-    output's end cut short is dropped. Otherwise the text is what the `tokenizers` library decodes of the output after
-    that prompt, special tokens skipped (it writes an ill-formed run of byte-fallback tokens as one U+FFFD per byte,
-    which it can know only at the run's end). O(1) amortised per token.
+    valid become U+FFFD, one for each maximal ill-formed part (Unicode 3.9, table 3-8). A character that the end of the
+    output cut short is dropped. Otherwise the text is what the `tokenizers` library decodes of the output after that
+    prompt, special tokens skipped (it writes an ill-formed run of byte-fallback tokens as one U+FFFD per byte, which it
+    can know only at the run's end). O(1) amortised per token.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:

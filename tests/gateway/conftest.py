@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +12,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from redis.asyncio import Redis
+import pytest_asyncio
 
 from gateway.lifetime import serve
 from gateway.parts import Parts
+from gateway.redis_link import open_redis
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
 from observability.tracing import NullTracer
 from tests.gateway.scripted_scheduler import Script, ScriptedScheduler, silent
@@ -45,6 +47,11 @@ class Stack:
     async def complete(self, prompt: Any = "Hello", **body: Any) -> tuple[int, dict[str, Any]]:
         return await self.post("/v1/completions", prompt=prompt, **body)
 
+    async def post_raw(self, path: str, raw: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+        """The same for a body of any bytes."""
+        async with self.http.post(f"{self.url}{path}", data=io.BytesIO(raw), headers=headers) as response:
+            return response.status, await response.json()
+
     async def health(self) -> tuple[int, dict[str, Any]]:
         async with self.http.get(f"{self.url}/health") as response:
             return response.status, await response.json()
@@ -68,7 +75,7 @@ async def open_stack(
         port=0,
     )
     async with (
-        Redis.from_url(redis_url, protocol=2, socket_timeout=5.0) as redis,
+        open_redis(redis_url) as redis,
         ScriptedScheduler(redis, cell, script, **card) as scheduler,
         serve(replace(settings, **config), NullTracer()) as (parts, port),
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
@@ -95,8 +102,21 @@ def new_stack(redis_url: str, smollm2_dir: Path, tokenizer: Tokenizer) -> StackO
     return StackOpener(redis_url, smollm2_dir, tokenizer)
 
 
-@pytest.fixture
-async def stack(new_stack: StackOpener) -> AsyncIterator[Stack]:
-    """Says nothing until the test sets `stack.scheduler.script`."""
-    async with new_stack() as opened:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def module_stack(redis_url: str, smollm2_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[Stack]:
+    async with open_stack(redis_url, smollm2_dir, tokenizer, silent, {}) as opened:
         yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stack(module_stack: Stack) -> Stack:
+    """One stack for a module whose tests share an event loop: `pytestmark = pytest.mark.asyncio(loop_scope="module")`.
+
+    It says nothing until the test sets `stack.scheduler.script`.
+    """
+    scheduler = module_stack.scheduler
+    scheduler.script = silent
+    for queue in (scheduler.arrived, scheduler.cancelled):
+        while not queue.empty():
+            queue.get_nowait()
+    return module_stack

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.gateway.conftest import Stack
+import pytest
+
+from tests.gateway.conftest import Stack, StackOpener
 from tests.gateway.scripted_scheduler import saying
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MESSAGES = [{"role": "user", "content": "Say hello"}]
 
@@ -253,12 +257,13 @@ async def test_models_are_listed(stack: Stack) -> None:
         assert (response.status, (await response.json())["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_metrics_count_what_happened(stack: Stack) -> None:
-    stack.scheduler.script = saying([*stack.encode("Hi there"), 2])
-    await stack.complete([1, 2, 3])
-    await stack.complete("", max_tokens=0)
-    async with stack.http.get(f"{stack.url}/metrics") as response:
-        lines = (await response.text()).splitlines()
+async def test_metrics_count_what_happened(new_stack: StackOpener) -> None:
+    async with new_stack() as stack:
+        stack.scheduler.script = saying([*stack.encode("Hi there"), 2])
+        await stack.complete([1, 2, 3])
+        await stack.complete("", max_tokens=0)
+        async with stack.http.get(f"{stack.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
     assert 'phasemesh_gateway_requests_total{route="/v1/completions",status="200"} 1.0' in lines
     assert 'phasemesh_gateway_rejections_total{code="invalid_request"} 1.0' in lines
     assert 'vllm:prompt_tokens_total{model_name="smollm2"} 3.0' in lines

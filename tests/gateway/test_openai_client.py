@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
+import pytest_asyncio
 
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_scheduler import saying
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
     stack.scheduler.script = saying([*stack.encode("Hello there"), 2])
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as opened:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.text.stop_strings import StopMatcher
@@ -31,6 +31,7 @@ def must_hold(text: str, stops: list[str]) -> int:
     )
 
 
+@settings(deadline=None)
 @given(pieces=PIECES, stops=STOPS, include_stop=st.booleans())
 def test_it_stops_where_the_oracle_does_and_holds_no_more_than_it_must(
     pieces: list[str], stops: list[str], include_stop: bool
@@ -52,6 +53,7 @@ def test_it_stops_where_the_oracle_does_and_holds_no_more_than_it_must(
     assert released + matcher.finish() == seen
 
 
+@settings(deadline=None)
 @given(text=LETTERS, stops=STOPS)
 def test_the_split_into_pieces_does_not_matter(text: str, stops: list[str]) -> None:
     whole = StopMatcher(stops)

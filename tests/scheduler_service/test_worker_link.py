@@ -18,7 +18,7 @@ from scheduler.events import Event, StepReported, WorkerDown, WorkerUp
 from scheduler.lease import Lease
 from scheduler.worker_registry import WorkerRegistry
 from tests.engine.paged_worker import CARD
-from tests.scheduler_service.parts import CELL, Parts
+from tests.scheduler_service.parts import CELL, Parts, until
 from tests.scheduler_service.redis_server import RedisServer, free_port
 from tests.scheduler_service.scripted_worker import ScriptedWorker, register, register_at, serve
 from wire import keys
@@ -233,9 +233,11 @@ async def test_a_refused_fence_ends_the_tenure_only_if_it_is_lost(parts: Parts) 
     running = asyncio.create_task(build_registry(parts).run())
     async with serve(worker):
         await register(parts.redis, CELL, worker)
-        async with asyncio.timeout(5):
-            while len(worker.fences) < 2:  # refused, and tried again
-                await asyncio.sleep(0.01)
+
+        async def tried_again() -> bool:
+            return len(worker.fences) > 1
+
+        await until(tried_again)
         await parts.redis.delete(keys.lease(CELL))
         await Lease(parts.redis, CELL, "usurper").acquire()
         with pytest.raises(ExceptionGroup) as lost:

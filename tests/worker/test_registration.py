@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -26,7 +27,7 @@ ENTRY = WorkerEntry(WorkerId("w1"), "127.0.0.1:4242", 7, 1234)
 
 @pytest.fixture
 async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
-    """The test's own client: it retries, the worker's does not."""
+    """The test's own client."""
     async with Redis.from_url(redis_server.url) as client:
         yield client
 
@@ -36,7 +37,7 @@ async def registered(server: RedisServer, entries: Iterator[WorkerEntry]) -> Asy
     metrics = WorkerMetrics()
     async with open_redis(server.url) as redis:
         task = asyncio.ensure_future(
-            keep_registered(redis_server, CELL, lambda: next(entries), reconnects=metrics.redis_reconnects)
+            keep_registered(redis, CELL, lambda: next(entries), reconnects=metrics.redis_reconnects)
         )
         try:
             yield metrics
@@ -99,19 +100,22 @@ async def test_heartbeats_renew_the_lease_and_carry_a_new_epoch(redis: Redis, re
         assert await lapses_at(redis) >= first + keys.HEARTBEAT_S
 
 
-async def test_registration_outlives_redis(
-    redis: Redis, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def missed_a_heartbeat() -> bool:
-        return "Redis is away" in caplog.text
+async def test_registration_outlives_redis(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gpu_worker.registration")
+
+    async def logged(message: str) -> bool:
+        return message in caplog.text
 
     async with registered(redis_server, constant()) as metrics:
-        await until(lambda: is_listed(redis))
+        async with Redis.from_url(redis_server.url) as redis:
+            await until(lambda: is_listed(redis))
+            before = await lapses_at(redis)
         redis_server.kill()
-        await until(missed_a_heartbeat)
+        await until(lambda: logged("Redis is away"))
         redis_server.start()
-        await redis.flushall()
-        await until(lambda: is_listed(redis))
+        await until(lambda: logged("Redis is back"))
+        async with Redis.from_url(redis_server.url) as redis:
+            assert await lapses_at(redis) > before
     assert metrics.registry.get_sample_value("phasemesh_redis_reconnects_total") == 1
 
 
