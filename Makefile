@@ -56,7 +56,7 @@ $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: apt-get install python3.11 python3.11-venv, or make PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Both extras include what `up` needs; the stamps are older than the pins only when these changed.
+# A stamp is older than the pins only when they changed, so a second `make up` installs nothing. The second stamp implies the first.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing pinned dependencies into $(VENV): torch is large, this takes some minutes the first time"
 	$(INSTALL) --editable '.[models]'

@@ -115,7 +115,9 @@ class RequestInbox:
 
     @property
     def has_gap(self) -> bool:
-        return any(choice.has_gap for choice in self.choices)
+        """Something that was published is missing: tokens, or a choice's end before the request's."""
+        ended = self.terminal is not None and self.terminal.error_code is None
+        return any(c.has_gap or (ended and c.end is None and not c.closed) for c in self.choices)
 
     def put(self, reply: TokensReply | ChoiceReply | TerminalReply, now_s: float) -> None:
         """Take one reply from the stream."""
@@ -160,10 +162,7 @@ class RequestInbox:
         if self.terminal.error_code is not None:
             message = self.terminal.error_message or "the request failed"
             return error_from_code(self.terminal.error_code, message, retry_after_s=self.terminal.retry_after_s)
-        ends = [choice.end for choice in self.choices if not choice.closed]
-        if None in ends:
-            return Unavailable("part of this request's output was lost")
-        if any(end is not None and _cut_short(end) for end in ends):
+        if any(c.end is not None and _cut_short(c.end) for c in self.choices if not c.closed):
             return Unavailable("the mesh cancelled this request")
         return None
 

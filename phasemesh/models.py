@@ -30,7 +30,7 @@ from phasemesh.child import dying_with_us
 from phasemesh.progress import Progress
 from wire.config import ModelConfig
 from wire.errors import MeshError
-from wire.model_path import cache_root
+from wire.model_path import cache_root, model_path
 
 MANIFEST = "phasemesh.json"
 CONVERTERS = ("accelerate", "gguf", "transformers")
@@ -119,6 +119,14 @@ def pull(config: ModelConfig, name: str, progress: Progress) -> Path:
     except OSError as error:
         raise PullFailed(f"cannot write the model cache: {error}") from error
     return target
+
+
+def ensure(config: ModelConfig, progress: Progress) -> Path:
+    """Directory of the configured model; a known one that is missing is pulled. Raises MeshError."""
+    local = Path(config.model).expanduser() / "config.json"
+    if config.model in KNOWN_MODELS and not local.is_file():
+        return pull(config, config.model, progress).absolute()
+    return model_path(config).absolute()
 
 
 @contextmanager

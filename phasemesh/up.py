@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NoReturn
 
 from phasemesh import models, redis_server
@@ -19,9 +18,8 @@ from phasemesh.progress import Progress
 from phasemesh.stack import Stack, owns_redis, plan_stack, worker_threads
 from phasemesh.state import ServiceState, StackState, StateDir, start_ticks
 from phasemesh.supervisor import Service, SupervisedService, stop_in_order
-from wire.config import LauncherConfig, ModelConfig, SchedulerConfig, load
+from wire.config import LauncherConfig, SchedulerConfig, load
 from wire.errors import ConfigInvalid, MeshError
-from wire.model_path import model_path
 
 QUESTION = "What is the capital of France?"
 PROMPT = "The capital of France is"
@@ -46,18 +44,10 @@ def up(config: LauncherConfig, environ: Mapping[str, str], say: Callable[[str], 
             problem = redis_server.ping(config.gateway.cell.redis_url)
             if problem:
                 raise ConfigInvalid(f"Redis does not answer: {problem}", param="PHASEMESH_REDIS_URL")
-        model = resolve_model(config.gateway.model, Progress())
+        model = models.ensure(config.gateway.model, Progress())
         stack = plan_stack(config, environ, model, state)
         with running_guard() as guard:
             asyncio.run(_Launcher(config, stack, state, guard, say).run())
-
-
-def resolve_model(config: ModelConfig, progress: Progress) -> Path:
-    """Directory of the configured model; a known one that is missing is pulled. Raises MeshError."""
-    local = Path(config.model).expanduser() / "config.json"
-    if config.model in models.KNOWN_MODELS and not local.is_file():
-        return models.pull(config, config.model, progress).absolute()
-    return model_path(config).absolute()
 
 
 class _Launcher:

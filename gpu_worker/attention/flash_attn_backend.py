@@ -7,9 +7,11 @@ and are tested without the library.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Set
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -81,30 +83,35 @@ def decode_arguments(metadata: FlashMetadata, window: int | None, head_dim: int)
 @dataclass(frozen=True, slots=True)
 class FlashStepAttention:
     metadata: FlashMetadata
+    flash_attn: Any
+    """The library."""
 
     def attend(
         self, queries: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, *, window: int | None
     ) -> torch.Tensor:
-        import flash_attn
-
         head_dim = queries.shape[-1]
         output: torch.Tensor
         if self.metadata.decode_only:
             # q: [num_seqs, 1, num_heads, head_dim]
             arguments = decode_arguments(self.metadata, window, head_dim)
-            output = flash_attn.flash_attn_with_kvcache(queries[:, None], key_pages, value_pages, **arguments)[:, 0]
-        else:
-            arguments = varlen_arguments(self.metadata, window, head_dim)
-            output = flash_attn.flash_attn_varlen_func(queries, key_pages, value_pages, **arguments)
+            output = self.flash_attn.flash_attn_with_kvcache(queries[:, None], key_pages, value_pages, **arguments)
+            return output[:, 0]
+        arguments = varlen_arguments(self.metadata, window, head_dim)
+        output = self.flash_attn.flash_attn_varlen_func(queries, key_pages, value_pages, **arguments)
         return output
 
 
 class FlashAttention:
+    """Raises ImportError when flash-attn is not installed."""
+
     name = "flash_attn"
     page_multiple = 256
     default_page_size = 256
 
+    def __init__(self) -> None:
+        self._flash_attn = importlib.import_module("flash_attn")
+
     def prepare(
         self, batch: StepBatch, *, page_size: int, windows: Set[int | None], dtype: torch.dtype, device: torch.device
     ) -> FlashStepAttention:
-        return FlashStepAttention(flash_metadata(batch, device))
+        return FlashStepAttention(flash_metadata(batch, device), self._flash_attn)

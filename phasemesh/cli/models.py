@@ -35,7 +35,9 @@ def run(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = load(ModelConfig, environ)
     match arguments.action:
         case "pull":
-            print(models.pull(config, config.model, Progress()))
+            # A name must be one that can be pulled; the configured model may also be a directory that is there.
+            pulled = models.pull(config, config.model, Progress()) if arguments.name else None
+            print(pulled or models.ensure(config, Progress()))
         case "path":
             print(models.find(config, config.model) or model_path(config))
         case "list":

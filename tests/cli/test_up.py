@@ -128,9 +128,16 @@ def test_a_killed_service_is_restarted_and_answers_again(up: Up, service: str) -
     assert "Paris" in done.stdout, done.stderr
 
 
-def test_down_stops_every_service(up: Up) -> None:
+def test_down_lets_a_running_answer_finish_and_stops_every_service(up: Up) -> None:
     pids = [s.pid for s in up.stack().services]
-    done = up.run("down")
+    command = [*CLI, "chat", "--temperature", "0", "--max-tokens", "60", "Tell me a long story about the sea."]
+    with subprocess.Popen(command, env=up.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
+        assert chat.stdout is not None and chat.stderr is not None
+        begin = chat.stdout.read(1)
+        done = up.run("down")
+        rest, errors = chat.communicate(timeout=TIMEOUT_S)
+    assert (chat.returncode, errors) == (0, b"")
+    assert len((begin + rest).split()) > 30
     assert done.returncode == 0, done.stdout + done.stderr
     assert up.process.wait(TIMEOUT_S) == 0
     assert up.console.read_text().endswith("stopped\n")
@@ -138,6 +145,22 @@ def test_down_stops_every_service(up: Up) -> None:
         assert pid is not None and wait_for_exit(pid, TIMEOUT_S)
     assert up.run("status").returncode == 3
     assert up.run("down").stdout == f"no stack runs in {up.state.path}\n"
+
+
+def test_up_names_the_service_that_cannot_start_and_stops_the_others(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')
+    running = Up(tmp_path / "state", model)
+    try:
+        assert running.process.wait(READY_TIMEOUT_S) == 1
+    finally:
+        running.process.kill()
+        running.process.wait()
+    said = running.console.read_text()
+    assert re.search(r"^phasemesh: \S+ ended with exit status \d before it was ready; the end of", said, re.MULTILINE)
+    assert "Traceback" not in said
+    assert running.state.running() is None
 
 
 def test_no_service_outlives_a_killed_launcher(smollm2_dir: Path, tmp_path: Path) -> None:

@@ -228,5 +228,14 @@ def saying(output: Sequence[int], reason: str = "stop", *, cached_tokens: int = 
     return script
 
 
+def begins(output: Sequence[int]) -> Script:
+    """Says a beginning in one reply; the test goes on by hand."""
+
+    async def script(scheduler: ScriptedScheduler, entry: RequestEntry) -> None:
+        await scheduler.say(entry, output)
+
+    return script
+
+
 async def silent(scheduler: ScriptedScheduler, entry: RequestEntry) -> None:
     """Says nothing: the test goes on by hand."""

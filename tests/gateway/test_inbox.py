@@ -41,13 +41,8 @@ async def test_any_order_of_overlapping_replies_gives_the_output_once(
     some: list[TokensReply], random: Random, take_every: int
 ) -> None:
     whole = [TokensReply(ID, 0, position, [token]) for position, token in enumerate(OUTPUT)]
-    replies: list[ReplyItem] = [
-        *some,
-        *whole,
-        ChoiceReply(ID, 0, len(OUTPUT), "stop"),
-        TerminalReply(ID),
-        TerminalReply(ID),
-    ]
+    ending: list[ReplyItem] = [ChoiceReply(ID, 0, len(OUTPUT), "stop"), TerminalReply(ID), TerminalReply(ID)]
+    replies: list[ReplyItem] = [*some, *whole, *ending]
     random.shuffle(replies)
     inbox = new_inbox()
     (request,) = inbox.requests
@@ -100,6 +95,18 @@ async def test_an_end_beyond_what_came_is_a_gap() -> None:
     request.recover(Journal(outputs={0: Output([1, 2, 3], 3, "length")}, terminal=TerminalReply(ID)))
     (news,) = await inbox.take()
     assert (news.tokens, news.finish_reason) == ([1, 2, 3], "length")
+    assert inbox.done
+
+
+async def test_a_terminal_without_the_choices_end_is_a_gap() -> None:
+    inbox = new_inbox()
+    (request,) = inbox.requests
+    request.put(TokensReply(ID, 0, 0, [1]), 0.0)
+    request.put(TerminalReply(ID), 0.0)
+    assert request.has_gap
+    request.recover(Journal(outputs={0: Output([1, 2], 2, "stop")}))
+    (news,) = await inbox.take()
+    assert (news.tokens, news.finish_reason) == ([1, 2], "stop")
     assert inbox.done
 
 

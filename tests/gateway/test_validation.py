@@ -137,7 +137,8 @@ async def test_bad_chat_field(stack: Stack, field: str, value: Any) -> None:
 
 async def test_stream_options_are_strict(stack: Stack) -> None:
     body = {"model": "smollm2", "prompt": "Hi", "stream": True}
-    for options in (5, [], {"include_usage": 1}, {"no_such": True}):
+    bad: list[Any] = [5, [], {"include_usage": 1}, {"no_such": True}]
+    for options in bad:
         await refused(stack, "/v1/completions", {**body, "stream_options": options}, "stream_options")
 
 

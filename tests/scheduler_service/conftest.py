@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from tests.redis_fixture import RedisServer
 from tests.scheduler_service.parts import Parts
-from tests.scheduler_service.redis_server import RedisServer
 from wire.redis_client import open_redis
 
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """Forgets everything when it is killed: the harder case."""
     server = RedisServer(tmp_path)
     server.start()
-    yield server
-    server.kill()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture
@@ -26,8 +29,10 @@ def durable_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """Keeps its data over a kill, but for the last second at most."""
     server = RedisServer(tmp_path, append_only=True)
     server.start()
-    yield server
-    server.kill()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from scheduler import gateway_watch
 from scheduler.events import CancelRequested
 from scheduler.gateway_watch import GatewayWatch
 from scheduler.pending import PendingRequest
+from tests.redis_fixture import RedisServer
 from tests.scheduler_service.parts import CELL, GATEWAY, Parts, request_entry
-from tests.scheduler_service.redis_server import RedisServer
 from wire import keys
 from wire.ids import GatewayId, RequestId
 

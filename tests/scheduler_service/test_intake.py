@@ -10,8 +10,8 @@ from scheduler.events import CancelRequested, RequestArrived
 from scheduler.intake import ControlIntake, RequestIntake
 from scheduler.redis_io import ensure_groups
 from tests.engine.paged_worker import CARD, VOCAB
+from tests.redis_fixture import RedisServer
 from tests.scheduler_service.parts import CELL, Parts, is_closed, reply_items, request_entry, submit, until
-from tests.scheduler_service.redis_server import RedisServer
 from wire import keys
 from wire.entries import CancelEntry, TerminalReply
 from wire.ids import RequestId

@@ -11,6 +11,7 @@ from scheduler import publisher as publisher_module
 from scheduler.lease import Lease
 from scheduler.pending import PendingRequest
 from scheduler.redis_io import ensure_groups
+from tests.redis_fixture import RedisServer
 from tests.scheduler_service.parts import (
     CELL,
     GATEWAY,
@@ -23,7 +24,6 @@ from tests.scheduler_service.parts import (
     submit,
     until,
 )
-from tests.scheduler_service.redis_server import RedisServer
 from wire import keys
 from wire.entries import ChoiceReply, ReplyItem, TerminalReply, TokensReply
 from wire.errors import FenceLost

@@ -18,8 +18,8 @@ from scheduler.events import Event, StepReported, WorkerDown, WorkerUp
 from scheduler.lease import Lease
 from scheduler.worker_registry import WorkerRegistry
 from tests.engine.paged_worker import CARD
+from tests.redis_fixture import RedisServer, free_port
 from tests.scheduler_service.parts import CELL, Parts, until
-from tests.scheduler_service.redis_server import RedisServer, free_port
 from tests.scheduler_service.scripted_worker import ScriptedWorker, register, register_at, serve
 from wire import keys
 from wire.errors import FenceLost
