@@ -32,10 +32,10 @@ class KVLayout:
         one_page = cls(config.num_layers, 1, page_size, config.num_kv_heads, config.head_dim, dtype)
         pages = memory_bytes // one_page.total_bytes if num_pages is None else num_pages
         if pages < 2:
+            variable = "PHASEMESH_KV_MEMORY_MB" if num_pages is None else "PHASEMESH_KV_PAGES"
             raise ConfigInvalid(
-                f"PHASEMESH_KV_MEMORY_MB: {memory_bytes} bytes hold {pages} KV pages of {one_page.total_bytes} bytes; "
-                f"at least 2 are needed",
-                param="PHASEMESH_KV_MEMORY_MB",
+                f"{variable}: {pages} KV pages of {one_page.total_bytes} bytes each; at least 2 are needed",
+                param=variable,
             )
         return cls(config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim, dtype)
 

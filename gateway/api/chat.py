@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.fields import Fields
+from gateway.api.fields import Fields, invalid
 from gateway.api.form import ChoiceText, ChunkWriter, Head, encode, usage_object
 from gateway.api.options import MAX_LOGPROBS, Options, read_options
 from gateway.generation import Piece, Usage
@@ -30,8 +30,11 @@ class AskedChat:
         prompt = await text.template.render(
             self.messages, add_generation_prompt=self.add_generation_prompt, variables=self.template_variables
         )
-        # The template writes the special tokens itself.
-        return [await text.pool.encode(prompt, False, limit_tokens, param="messages")]
+        # The template writes the special tokens itself; add_special_tokens asks for more on top.
+        token_ids = await text.pool.encode(prompt, self.options.add_special_tokens, limit_tokens, param="messages")
+        if not token_ids:
+            raise invalid("messages", "the chat template made an empty prompt of them")
+        return [token_ids]
 
     def form(self, head: Head, text: TextSide, prompts: Sequence[Sequence[int]]) -> ChatForm:
         return ChatForm(self.options, head, text.tokenizer, prompts[0])
@@ -40,7 +43,7 @@ class AskedChat:
 def read_chat(body: dict[str, Any]) -> AskedChat:
     """Raises InvalidRequest naming the first wrong field."""
     fields = Fields(body)
-    options = read_options(fields, KNOWN, _logprobs(fields))
+    options = read_options(fields, KNOWN, logprobs=_logprobs(fields), add_special_tokens=False)
     if fields.raw("messages") is None:
         fields.fail("messages", "is required")
     variables = fields.object("chat_template_kwargs")

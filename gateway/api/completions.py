@@ -50,7 +50,7 @@ def read_completion(body: dict[str, Any]) -> AskedCompletion:
     """Raises InvalidRequest naming the first wrong field."""
     fields = Fields(body)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    options = read_options(fields, KNOWN, logprobs)
+    options = read_options(fields, KNOWN, logprobs=logprobs, add_special_tokens=True)
     echo = fields.boolean("echo")
     if echo and logprobs is not None:
         fields.fail("echo", "with logprobs is not supported: log-probabilities of a prompt are not computed")

@@ -102,7 +102,7 @@ async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
 def check_model(model: str, parts: Parts) -> None:
     """Raises ModelNotFound."""
     if model != parts.model_name:
-        raise ModelNotFound(f"model {model!r} does not exist; this server has {parts.model_name!r}", param="model")
+        raise ModelNotFound(f"model {model[:64]!r} does not exist; this server has {parts.model_name!r}", param="model")
 
 
 def _text_rules(options: Options, card: CellCard) -> TextRules:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import json
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 from wire.errors import InvalidRequest
@@ -55,8 +56,7 @@ def _compact(value: Any) -> Any:
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise InvalidRequest(f"{twice[:64]!r} is given twice in one object", param=twice[:64])
     return found
 

@@ -164,8 +164,11 @@ def usable_tokens(card: CellCard) -> int:
     return min(card.max_model_len, card.max_request_tokens)
 
 
-def read_options(fields: Fields, known: Collection[str], logprobs: int | None) -> Options:
-    """Read every common field; `known` are the endpoint's own. Raises InvalidRequest naming the first wrong one."""
+def read_options(fields: Fields, known: Collection[str], *, logprobs: int | None, add_special_tokens: bool) -> Options:
+    """Read every common field; `known` are the endpoint's own, `add_special_tokens` its default.
+
+    Raises InvalidRequest naming the first wrong field.
+    """
     _refuse_unsupported(fields, known)
     fields.refuse_others({*COMMON, *HARMLESS, *NEUTRAL, *known})
     model = fields.string("model", max_chars=MAX_NAME_CHARS)
@@ -187,7 +190,7 @@ def read_options(fields: Fields, known: Collection[str], logprobs: int | None) -
         stream=stream,
         include_usage=_include_usage(fields, stream),
         return_token_ids=fields.boolean("return_token_ids"),
-        add_special_tokens=fields.boolean("add_special_tokens", True),
+        add_special_tokens=fields.boolean("add_special_tokens", add_special_tokens),
         priority=fields.integer("priority", -(2**31), 2**31 - 1) or 0,
         batch_lane=fields.choice("service_tier", "auto", ("auto", "default", "flex", "priority")) == "flex",
         cache_salt=fields.string("cache_salt", max_chars=MAX_NAME_CHARS) or "",

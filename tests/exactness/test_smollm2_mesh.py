@@ -124,7 +124,7 @@ async def test_alone_then_from_the_cache_whole(suite: Suite, start: StartStack) 
         hits = await one_by_one(suite, stack.url, short)
         for case, hit in zip(short, hits, strict=True):
             assert hit.cached_tokens == min(len(case[1]) - 1, len(case[1]) // 16 * 16), case[0]
-        assert stack.pages_in_use() == 0
+        stack.wait_no_page_in_use()
 
 
 async def test_sixteen_at_once_in_large_steps_with_hits_inside_a_page(suite: Suite, start: StartStack) -> None:
@@ -139,7 +139,7 @@ async def test_sixteen_at_once_in_large_steps_with_hits_inside_a_page(suite: Sui
                 inside += hit.cached_tokens % 64 != 0
         assert inside >= 3, "no hit ended inside a page"
         await at_once(suite, stack.url, suite.cases)
-        assert stack.pages_in_use() == 0
+        stack.wait_no_page_in_use()
 
 
 async def test_tiny_steps(suite: Suite, start: StartStack) -> None:
@@ -155,7 +155,7 @@ async def test_after_forced_preemption(suite: Suite, start: StartStack) -> None:
     with start(KV_PAGE_SIZE=16, KV_PAGES=15, KV_WATERMARK=0) as stack:
         await at_once(suite, stack.url, suite.at_most(200))
         assert stack.scheduler_metric("vllm:num_preemptions_total") > 0
-        assert stack.pages_in_use() == 0
+        stack.wait_no_page_in_use()
 
 
 async def test_two_workers_one_of_them_killed(suite: Suite, start: StartStack) -> None:
@@ -175,4 +175,4 @@ async def test_two_workers_one_of_them_killed(suite: Suite, start: StartStack) -
         victim.start()
         victim.wait_healthy()
         await at_once(suite, stack.url, suite.at_most(100))
-        assert stack.pages_in_use() == 0
+        stack.wait_no_page_in_use()

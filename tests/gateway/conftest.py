@@ -13,12 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+import uvloop
 
 from gateway.lifetime import serve
 from gateway.parts import Parts
 from gateway.redis_link import open_redis
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
-from observability.tracing import NullTracer
+from observability.tracing import NullTracer, Tracer
 from tests.gateway.scripted_scheduler import Script, ScriptedScheduler, silent
 from tests.redis_fixture import redis_server, redis_url
 from wire.config import CellConfig, GatewayConfig, ModelConfig
@@ -58,13 +59,25 @@ class Stack:
 
 
 @pytest.fixture(scope="session")
+def event_loop_policy() -> uvloop.EventLoopPolicy:
+    """The event loop that the service runs on."""
+    return uvloop.EventLoopPolicy()
+
+
+@pytest.fixture(scope="session")
 def tokenizer(smollm2_dir: Path) -> Tokenizer:
     return load_tokenizer(smollm2_dir)
 
 
 @asynccontextmanager
 async def open_stack(
-    redis_url: str, model_dir: Path, tokenizer: Tokenizer, script: Script, card: dict[str, Any], **config: Any
+    redis_url: str,
+    model_dir: Path,
+    tokenizer: Tokenizer,
+    script: Script,
+    card: dict[str, Any],
+    tracer: Tracer | None = None,
+    **config: Any,
 ) -> AsyncIterator[Stack]:
     """Everything but Redis, in a cell of its own. `config`: fields of GatewayConfig."""
     cell = f"test-{secrets.token_hex(4)}"
@@ -77,7 +90,7 @@ async def open_stack(
     async with (
         open_redis(redis_url) as redis,
         ScriptedScheduler(redis, cell, script, **card) as scheduler,
-        serve(replace(settings, **config), NullTracer()) as (parts, port),
+        serve(replace(settings, **config), tracer or NullTracer()) as (parts, port),
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
     ):
         yield Stack(f"http://127.0.0.1:{port}", parts, scheduler, http, tokenizer)
@@ -91,9 +104,9 @@ class StackOpener:
 
     @asynccontextmanager
     async def __call__(
-        self, script: Script = silent, card: dict[str, Any] | None = None, **config: Any
+        self, script: Script = silent, card: dict[str, Any] | None = None, tracer: Tracer | None = None, **config: Any
     ) -> AsyncIterator[Stack]:
-        async with open_stack(*self._where, script, card or {}, **config) as stack:
+        async with open_stack(*self._where, script, card or {}, tracer, **config) as stack:
             yield stack
 
 

@@ -138,6 +138,13 @@ class MeshStack:
         """Over all workers, from the scheduler's metrics."""
         return int(self.scheduler_metric("phasemesh_scheduler_kv_pages", 'state="in_use"'))
 
+    def wait_no_page_in_use(self, timeout_s: float = 5.0) -> None:
+        """Every page is back. The metric is sampled, so it may lag the last terminal."""
+        deadline_s = time.monotonic() + timeout_s
+        while in_use := self.pages_in_use():
+            assert time.monotonic() < deadline_s, f"{in_use} pages are still in use"
+            time.sleep(0.02)
+
     def scheduler_metric(self, name: str, label: str = "") -> float:
         """Sum of the samples of a metric that carry the label."""
         with urllib.request.urlopen(self.scheduler.health_url.replace("/health", "/metrics"), timeout=5.0) as answer:

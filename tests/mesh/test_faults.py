@@ -54,7 +54,7 @@ async def test_the_only_workers_death_ends_streams_and_its_return_is_enough(
     await eventually("ready again", stack.gateway.is_healthy, 40)
     again = await complete(session, stack.url, PROMPT, 5)
     assert len(again.token_ids) == 5 and again.error is None
-    assert stack.pages_in_use() == 0
+    stack.wait_no_page_in_use()
 
 
 async def test_a_worker_back_within_the_grace_continues_the_stream(
@@ -82,7 +82,7 @@ async def test_the_schedulers_death_loses_and_doubles_no_token(
     result = await asyncio.wait_for(stream, 50)
     assert result.error is None and result.finish_reason == "length"
     assert result.token_ids == whole.token_ids
-    await eventually("no pages in use", lambda: stack.pages_in_use() == 0)
+    stack.wait_no_page_in_use()
 
 
 async def test_redis_death_means_503_then_service_again(stack: MeshStack, session: aiohttp.ClientSession) -> None:

@@ -70,7 +70,8 @@ class PagedSequences:
         logits = self.runner.forward(self.batch(counts))
         for index, count in counts.items():
             self.sequences[index].num_computed += count
-        return list(zip(counts, logits.split(list(counts.values())), strict=True))
+        parts = torch.split(logits, list(counts.values()))
+        return list(zip(counts, parts, strict=True))
 
     def run(self, choose: Any) -> list[torch.Tensor]:
         """Step until all is computed; choose(remaining: dict[int, int]) says how many tokens of which.

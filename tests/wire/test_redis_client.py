@@ -24,7 +24,11 @@ async def test_a_command_can_be_cancelled_at_any_moment(redis_url: str) -> None:
 
 
 async def test_a_server_that_does_not_answer_is_a_timeout_not_a_hang() -> None:
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     async with silent, open_redis(f"redis://127.0.0.1:{port}/0", command_timeout_s=0.1) as redis:
         with pytest.raises(RedisTimeoutError):
