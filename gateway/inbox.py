@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from wire.entries import ChoiceReply, RequestEntry, RequestStats, TerminalReply, TokensReply
 from wire.errors import MeshError, Unavailable, error_from_code
-from wire.ids import RequestId
 from wire.journal import Journal
 from wire.sampling import FinishReason, TokenLogprobs
 
@@ -193,10 +192,6 @@ class Inbox:
         self.requests = [RequestInbox(entry, lane, index, self, now_s) for index, entry in enumerate(entries)]
         self._error: MeshError | None = None
         self._awake = asyncio.Event()
-
-    @property
-    def request_ids(self) -> list[RequestId]:
-        return [request.request_id for request in self.requests]
 
     @property
     def done(self) -> bool:

@@ -19,12 +19,14 @@ from observability.metrics import SchedulerMetrics
 from observability.tracing import Tracer, setup_tracing
 from scheduler.active import Tenure
 from scheduler.lease import Lease
+from wire import keys
 from wire.config import SchedulerConfig, load
 from wire.errors import MeshError
 from wire.redis_client import open_redis
 
 log = logging.getLogger("scheduler")
 
+LEASE_TIMEOUT_S: Final = keys.SCHEDULER_LEASE_TTL_S / 3
 LAG_PERIOD_S: Final = 0.25
 STANDBY: Final = "standby: another scheduler holds the lease, or Redis is away"
 STOPPING: Final = "the scheduler is stopping"
@@ -38,6 +40,10 @@ class Scheduler:
         self._metrics = metrics
         self._tracer = tracer
         self._scheduler_id = config.scheduler_id or f"{socket.gethostname()}-{os.getpid()}"
+        # Only the lease uses it: a renewal that takes longer than this is better tried again.
+        self._redis = open_redis(
+            config.cell.redis_url, command_timeout_s=LEASE_TIMEOUT_S, connect_timeout_s=LEASE_TIMEOUT_S
+        )
         self._stopping = False
         self.not_ready: str | None = STANDBY
 
@@ -47,8 +53,7 @@ class Scheduler:
 
     async def run(self) -> None:
         """Run until cancelled; then release the lease, so that a successor starts at once."""
-        redis = open_redis(self._config.cell.redis_url)
-        lease = Lease(redis, self._config.cell.cell, f"{self._scheduler_id}/{uuid4().hex}")
+        lease = Lease(self._redis, self._config.cell.cell, f"{self._scheduler_id}/{uuid4().hex}")
         try:
             while not self._stopping:
                 await lease.acquire()
@@ -58,7 +63,7 @@ class Scheduler:
         finally:
             self.not_ready = STOPPING
             await lease.release()
-            await redis.aclose()
+            await self._redis.aclose()
 
 
 async def run_scheduler(config: SchedulerConfig, tracer: Tracer) -> None:
@@ -107,7 +112,7 @@ def main() -> int:
         return 2
     try:
         uvloop.run(run_scheduler(config, tracer))
-    except OSError as error:
+    except (MeshError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1
     finally:

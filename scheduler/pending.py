@@ -44,8 +44,8 @@ class PendingRequests:
                 del self._by_gateway[request.entry.gateway_id]
         return request
 
-    def ids(self) -> list[RequestId]:
-        return list(self._by_id)
+    def all(self) -> list[PendingRequest]:
+        return list(self._by_id.values())
 
     def gateways(self) -> list[GatewayId]:
         return list(self._by_gateway)

@@ -24,7 +24,7 @@ from observability.metrics import SchedulerMetrics
 from scheduler.clock import Clock
 from scheduler.journal import JournalDrafts, append_call, end_call
 from scheduler.lease import Lease
-from scheduler.pending import PendingRequests
+from scheduler.pending import PendingRequest, PendingRequests
 from scheduler.redis_io import REDIS_ERRORS, Patience
 from wire import keys
 from wire.entries import ReplyEntry, ReplyItem, TerminalReply
@@ -255,12 +255,27 @@ class Publisher:
             raise RedisConnectionError("Redis was restarted")
 
     async def _republish(self) -> None:
-        """Give a restarted Redis what it may have lost: who is live, and the replies of the last seconds."""
+        """Give a restarted Redis what it may have lost: the requests we run, and the replies of the last seconds."""
         await self._lease.confirm()
-        if live := self._pending.ids():
-            await self._redis.sadd(keys.live(self._cell), *live)
+        requests = self._pending.all()
+        for start in range(0, len(requests), MAX_PIPELINE):
+            await self._restore(requests[start : start + MAX_PIPELINE])
         sent = list(self._sent)
         for start in range(0, len(sent), MAX_PIPELINE):
             await self._xadd(sent[start : start + MAX_PIPELINE])
         self._redis_restarted = False
         log.info("Redis was restarted; replies published again", extra={"entries": len(sent)})
+
+    async def _restore(self, requests: Sequence[PendingRequest]) -> None:
+        """Count requests as live again, and add lost entries anew, for a successor: the intake reads them as repeats."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for request in requests:
+                pipe.sadd(keys.live(self._cell), request.entry.request_id)
+                pipe.xrange(keys.requests(self._cell, request.lane), request.entry_id, request.entry_id)
+            found = (await pipe.execute())[1::2]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for request, entry in zip(requests, found, strict=True):
+                if not entry:
+                    fields: Any = request.entry.encode()
+                    pipe.xadd(keys.requests(self._cell, request.lane), fields)
+            await pipe.execute()

@@ -11,6 +11,8 @@ from redis.asyncio.connection import AbstractConnection, UnixDomainSocketConnect
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from wire.errors import ConfigInvalid
+
 COMMAND_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
 
@@ -59,10 +61,14 @@ def open_redis(
     on_connect: ConnectHook | None = None,
 ) -> Redis:
     """A client that connects on its first command, gives bytes back, and never retries by itself: its user must
-    see that a connection was lost. Raises ValueError for what is not a redis://, rediss:// or unix:// URL.
+    see that a connection was lost. Raises ConfigInvalid for what is not a redis://, rediss:// or unix:// URL.
 
     on_connect replaces the connection's own greeting and must call it.
     """
+    try:
+        location = parse_url(url)
+    except ValueError as error:
+        raise ConfigInvalid(f"PHASEMESH_REDIS_URL={url!r}: {error}", param="PHASEMESH_REDIS_URL") from error
     options: dict[str, Any] = {
         "connection_class": Connection,
         "protocol": 2,
@@ -71,7 +77,7 @@ def open_redis(
         "socket_connect_timeout": connect_timeout_s,
         "retry": Retry(NoBackoff(), 0),
         "redis_connect_func": on_connect,
-        **parse_url(url),
+        **location,
     }
     options["connection_class"] = _CONNECTIONS[options["connection_class"]]
     return Redis.from_pool(ConnectionPool(**options))

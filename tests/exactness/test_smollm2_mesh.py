@@ -43,8 +43,12 @@ class Suite:
             (p.name, encode_prompt(p, tokenizer), p.output_tokens) for p in PROMPTS if p.name in wanted
         ]
 
-    def at_most(self, tokens: int) -> list[Case]:
-        return [case for case in self.cases if len(case[1]) <= tokens]
+    def everyday_at_most(self, tokens: int) -> list[Case]:
+        """Prompts up to a length that `make test` can afford; all of them in the whole matrix."""
+        return [case for case in self.cases if len(case[1]) <= tokens or len(self.cases) == len(PROMPTS)]
+
+    def pages_of_longest(self, page_size: int) -> int:
+        return max(-(-(len(prompt) + output) // page_size) for _, prompt, output in self.cases)
 
     def judge(self, case: Case, answer: Completion) -> None:
         name, prompt, _ = case
@@ -120,9 +124,8 @@ async def test_alone_then_from_the_cache_whole(suite: Suite, start: StartStack) 
     with start(STEP_TOKEN_BUDGET=64, KV_PAGE_SIZE=16) as stack:
         cold = await one_by_one(suite, stack.url, suite.cases)
         assert cold[0].cached_tokens == 0
-        short = suite.at_most(1000)
-        hits = await one_by_one(suite, stack.url, short)
-        for case, hit in zip(short, hits, strict=True):
+        hits = await one_by_one(suite, stack.url, suite.cases)
+        for case, hit in zip(suite.cases, hits, strict=True):
             assert hit.cached_tokens == min(len(case[1]) - 1, len(case[1]) // 16 * 16), case[0]
         stack.wait_no_page_in_use()
 
@@ -132,7 +135,7 @@ async def test_sixteen_at_once_in_large_steps_with_hits_inside_a_page(suite: Sui
     with start(STEP_TOKEN_BUDGET=2048, KV_PAGE_SIZE=64) as stack:
         async with aiohttp.ClientSession() as session:
             inside = 0
-            for case in suite.at_most(1000):
+            for case in suite.everyday_at_most(1000):
                 await complete(session, stack.url, case[1][: max(1, len(case[1]) * 2 // 3)], 1)
                 hit = await complete(session, stack.url, case[1], case[2])
                 suite.judge(case, hit)
@@ -145,15 +148,15 @@ async def test_sixteen_at_once_in_large_steps_with_hits_inside_a_page(suite: Sui
 async def test_tiny_steps(suite: Suite, start: StartStack) -> None:
     """Budget 7, alone and together: every prompt in dozens of chunks beside decodes."""
     with start(STEP_TOKEN_BUDGET=7, KV_PAGE_SIZE=16) as stack:
-        cases = suite.at_most(200)
+        cases = suite.everyday_at_most(200)
         await at_once(suite, stack.url, cases)
         await one_by_one(suite, stack.url, cases[:2])
 
 
 async def test_after_forced_preemption(suite: Suite, start: StartStack) -> None:
     """A pool that holds the prompts but not their outputs: running sequences push each other out and come back."""
-    with start(KV_PAGE_SIZE=16, KV_PAGES=15, KV_WATERMARK=0) as stack:
-        await at_once(suite, stack.url, suite.at_most(200))
+    with start(KV_PAGE_SIZE=16, KV_PAGES=suite.pages_of_longest(16) + 4, KV_WATERMARK=0) as stack:
+        await at_once(suite, stack.url, suite.cases)
         assert stack.scheduler_metric("vllm:num_preemptions_total") > 0
         stack.wait_no_page_in_use()
 
@@ -161,7 +164,7 @@ async def test_after_forced_preemption(suite: Suite, start: StartStack) -> None:
 async def test_two_workers_one_of_them_killed(suite: Suite, start: StartStack) -> None:
     """Two workers share the load; one dies (-9) while its streams run; they go on on the other."""
     with start(workers=2) as stack:
-        cases = suite.at_most(700)
+        cases = suite.everyday_at_most(700)
         await at_once(suite, stack.url, cases)
         victim = stack.workers[0]
 
@@ -170,9 +173,9 @@ async def test_two_workers_one_of_them_killed(suite: Suite, start: StartStack) -
             victim.kill()
 
         killer = asyncio.create_task(kill_soon())
-        await at_once(suite, stack.url, suite.at_most(200))
+        await at_once(suite, stack.url, suite.everyday_at_most(200))
         await killer
         victim.start()
         victim.wait_healthy()
-        await at_once(suite, stack.url, suite.at_most(100))
+        await at_once(suite, stack.url, suite.everyday_at_most(100))
         stack.wait_no_page_in_use()

@@ -118,7 +118,7 @@ async def test_a_worker_that_comes_in_time_gets_what_was_held(parts: Parts) -> N
         await submit(parts.redis, request_entry("r"))
 
         async def is_held() -> bool:
-            return parts.pending.ids() == [RequestId("r")]
+            return len(parts.pending.all()) == 1
 
         await until(is_held)
         await parts.know_model()

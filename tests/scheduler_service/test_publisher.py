@@ -96,7 +96,7 @@ async def test_a_request_ends_in_one_terminal_reply_and_leaves_nothing_but_its_j
     assert (await reply_items(parts.redis))[-1] == TerminalReply(R)
     journal = await journal_of(parts.redis, R)
     assert journal.output(0).tokens == [1, 2] and journal.terminal == TerminalReply(R)
-    assert parts.pending.ids() == []
+    assert parts.pending.all() == []
 
 
 async def test_publishing_ends_when_another_scheduler_took_the_fence(parts: Parts) -> None:

@@ -232,8 +232,9 @@ def health(port: int, path: str) -> int:
             return int(error.code)
 
 
-@pytest.mark.parametrize("outage_s", [0.0, 4.0])
-@pytest.mark.parametrize("server", ["redis_server", "durable_redis_server"])
+@pytest.mark.parametrize(
+    ("server", "outage_s"), [("redis_server", 0.0), ("redis_server", 3.5), ("durable_redis_server", 3.5)]
+)
 async def test_streams_live_through_a_kill_of_redis(
     server: str, outage_s: float, request: pytest.FixtureRequest
 ) -> None:
@@ -247,7 +248,7 @@ async def test_streams_live_through_a_kill_of_redis(
         scheduler(redis_server),
     ):
         await register(redis, CELL, worker, lease_s=300)
-        stream = await client.submit(request_entry("r", max_tokens=350))
+        stream = await client.submit(request_entry("r", max_tokens=150))
         await stream.until(20)
         redis_server.kill()
         await asyncio.sleep(outage_s)
@@ -257,6 +258,27 @@ async def test_streams_live_through_a_kill_of_redis(
         await after.finished_right()
         await all_quiet(redis, "r", "after")
     assert len(worker.fences) == 1, "the same tenure, the same sessions"
+
+
+async def test_a_request_that_redis_lost_outlives_the_scheduler_too(
+    redis_server: RedisServer, client: Gateway, worker: ScriptedWorker
+) -> None:
+    worker.step_s = 0.02
+    async with scheduler_process(redis_server) as first, open_redis(redis_server.url) as redis:
+        stream = await client.submit(request_entry("r", max_tokens=300))
+        await stream.until(20)
+        redis_server.kill()
+        redis_server.start()
+        await register(redis, CELL, worker)
+
+        async def is_restored() -> bool:
+            return await redis.xlen(keys.requests(CELL, "interactive")) == 1
+
+        await until(is_restored)
+        first.kill()
+        async with scheduler(redis_server):
+            await stream.finished_right(20)
+            await all_quiet(redis, "r")
 
 
 async def test_without_any_worker_a_request_ends_in_an_error(

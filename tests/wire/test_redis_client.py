@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from wire.errors import ConfigInvalid
 from wire.redis_client import CONNECT_TIMEOUT_S, open_redis
 
 
@@ -36,5 +37,5 @@ async def test_a_server_that_does_not_answer_is_a_timeout_not_a_hang() -> None:
 
 
 def test_another_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match="redis://"):
+    with pytest.raises(ConfigInvalid, match="PHASEMESH_REDIS_URL"):
         open_redis("http://127.0.0.1")
