@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
-from gateway.redis_link import REDIS_ERRORS, bounded
+from gateway.redis_link import REDIS_ERRORS
 from wire import keys
 from wire.entries import CellCard
 from wire.errors import EntryMalformed, MeshError, Unavailable
@@ -56,7 +56,7 @@ class CellWatch:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.hgetall(keys.cell_card(self._cell))
                 pipe.zadd(keys.gateways(self._cell), lease)
-                raw, _ = await bounded(pipe.execute())
+                raw, _ = await pipe.execute()
         except REDIS_ERRORS as error:
             log.debug("cell card: %s", error)
             self.card, self.problem = None, "Redis is away"
@@ -79,4 +79,4 @@ class CellWatch:
 
     async def leave(self) -> None:
         """Give the lease up: nothing of this gateway's is left in the mesh. Raises redis-py's errors."""
-        await bounded(self._redis.zrem(keys.gateways(self._cell), self._gateway_id))
+        await self._redis.zrem(keys.gateways(self._cell), self._gateway_id)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from gateway.redis_link import REDIS_ERRORS, bounded
+from gateway.redis_link import REDIS_ERRORS
 from observability.metrics import GatewayMetrics
 from wire import keys
 from wire.entries import CancelEntry, RequestEntry
@@ -93,7 +93,7 @@ class Mesh:
             names.append(keys.journal(self._cell, entry.request_id))
             fields = entry.encode()
             args += [entry.request_id, entry.arrived_unix_s, fields["v"], fields["body"], fields["prompt"]]
-        return bool(await bounded(self._submit(keys=names, args=args)))
+        return bool(await self._submit(keys=names, args=args))
 
     def cancel(self, entry: CancelEntry) -> None:
         """Queue a cancel and return at once: no cancelled handler has to wait for it."""
@@ -120,7 +120,7 @@ class Mesh:
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for entry in batch:
                         pipe.xadd(stream, cast(Any, entry.encode()), maxlen=keys.CONTROL_MAX_ENTRIES, approximate=True)
-                    await bounded(pipe.execute())
+                    await pipe.execute()
             except BaseException:  # a cancel sent twice is harmless, one forgotten is not
                 self._cancels.extendleft(reversed(batch))
                 raise
@@ -128,10 +128,10 @@ class Mesh:
 
     async def read_journal(self, request_id: RequestId) -> Journal:
         """An empty one when the request has none. Raises redis-py's errors and EntryMalformed."""
-        raw: Any = await bounded(self._redis.hgetall(keys.journal(self._cell, request_id)))
+        raw: Any = await self._redis.hgetall(keys.journal(self._cell, request_id))
         return Journal.decode(raw)
 
     async def which_live(self, request_ids: Sequence[RequestId]) -> list[bool]:
         """Which of the requests have no terminal yet. Raises redis-py's errors."""
-        flags = await bounded(self._redis.smismember(keys.live(self._cell), list(request_ids)))
+        flags = await self._redis.smismember(keys.live(self._cell), list(request_ids))
         return [bool(flag) for flag in flags]

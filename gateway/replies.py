@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from gateway.inbox import Inbox, RequestInbox
 from gateway.mesh import Mesh
-from gateway.redis_link import REDIS_ERRORS, bounded
+from gateway.redis_link import REDIS_ERRORS
 from observability.metrics import GatewayMetrics
 from wire import keys
 from wire.entries import CancelEntry, ReplyEntry, ReplyItem, RequestEntry, TerminalReply
@@ -108,10 +108,10 @@ class ReplyReader:
 
     async def attach(self) -> None:
         """Find where to read on; after a restart of Redis also what it may have lost. Raises redis-py's errors."""
-        run_id = (await bounded(self._redis.info("server")))["run_id"]
+        run_id = (await self._redis.info("server"))["run_id"]
         if run_id == self._run_id:
             return
-        newest: Any = await bounded(self._redis.xrevrange(self._stream, count=1))
+        newest: Any = await self._redis.xrevrange(self._stream, count=1)
         end: bytes = newest[0][0] if newest else b"0-0"
         if self._last_id is None or _parse_id(end) < _parse_id(self._last_id):
             self._last_id = end  # at start what is there belongs to an earlier life; later, a lost tail starts anew
@@ -125,7 +125,7 @@ class ReplyReader:
 
     async def _read(self) -> None:
         assert self._last_id is not None
-        reply: Any = await bounded(self._redis.xread({self._stream: self._last_id}, count=READ_ENTRIES, block=BLOCK_MS))
+        reply: Any = await self._redis.xread({self._stream: self._last_id}, count=READ_ENTRIES, block=BLOCK_MS)
         for _, entries in reply:
             for entry_id, raw in entries:
                 self._last_id = entry_id

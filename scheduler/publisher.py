@@ -267,7 +267,7 @@ class Publisher:
         log.info("Redis was restarted; replies published again", extra={"entries": len(sent)})
 
     async def _restore(self, requests: Sequence[PendingRequest]) -> None:
-        """Count requests as live again, and add lost entries anew, for a successor: the intake reads them as repeats."""
+        """Count requests as live again and add lost entries anew, for a successor; our intake takes them as repeats."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for request in requests:
                 pipe.sadd(keys.live(self._cell), request.entry.request_id)

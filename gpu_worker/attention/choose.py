@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 
 import torch
 
@@ -37,8 +37,10 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"needs a CUDA device, not {device}"
     if dtype not in _FLASH_DTYPES:
         return f"computes in float16 and bfloat16, not {dtype}"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "the flash_attn package is not installed"
+    try:
+        importlib.import_module("flash_attn")
+    except ImportError as error:
+        return f"the flash_attn package cannot be imported ({error})"
     return None
 
 

@@ -1,4 +1,6 @@
-"""What transformers says: greedy tokens, and how far each was from the runner-up. Committed for SmolLM2, live for others.
+"""What transformers says: greedy tokens, and how far each was from the runner-up.
+
+Committed for SmolLM2, computed live for the tiny families.
 
 The rule (design §6): every emitted token, scored by one teacher-forced reference pass over the emitted sequence,
 lies within LOGIT_TOLERANCE of that step's maximum logit; those that are not the maximum itself are counted.

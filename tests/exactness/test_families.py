@@ -107,8 +107,7 @@ async def two_workers_one_lost(family: Family) -> None:
     async with family.mesh(workers=2) as mesh:
         await family.ask_together(mesh)
         running = asyncio.create_task(family.ask_together(mesh))
-        while mesh.engine.stats().running < 4:
-            await asyncio.sleep(0)
+        await mesh.until_running(4)
         mesh.disconnect(WorkerId("w0"))
         await running
         await mesh.connect(WorkerId("w0"))

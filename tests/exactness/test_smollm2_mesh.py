@@ -1,4 +1,4 @@
-"""SmolLM2 through the whole mesh gives transformers' greedy tokens, however the work is cut (processes, Redis, gRPC)."""
+"""SmolLM2 through the whole mesh (processes, Redis, gRPC) gives transformers' greedy tokens."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_alone_then_from_the_cache_whole(suite: Suite, start: StartStack) 
 
 
 async def test_sixteen_at_once_in_large_steps_with_hits_inside_a_page(suite: Suite, start: StartStack) -> None:
-    """Budget 2048, pages of 64: a prefix first, so that the whole prompt's hit ends inside a page; then all together."""
+    """Budget 2048, pages of 64: a prefix first, so that the whole prompt's hit ends inside a page; then all."""
     with start(STEP_TOKEN_BUDGET=2048, KV_PAGE_SIZE=64) as stack:
         async with aiohttp.ClientSession() as session:
             inside = 0

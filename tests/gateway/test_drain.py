@@ -109,7 +109,11 @@ async def test_a_taken_port_is_named(redis_url: str, smollm2_dir: Path, new_stac
 
 
 async def test_a_malformed_variable_is_named(smollm2_dir: Path) -> None:
-    for variables, name in (({"DRAIN_S": "soon"}, "PHASEMESH_DRAIN_S"), ({"NO_SUCH": "1"}, "PHASEMESH_NO_SUCH")):
+    for variables, name in (
+        ({"DRAIN_S": "soon"}, "PHASEMESH_DRAIN_S"),
+        ({"NO_SUCH": "1"}, "PHASEMESH_NO_SUCH"),
+        ({"REDIS_URL": "http://x", "MODEL": str(smollm2_dir)}, "PHASEMESH_REDIS_URL"),
+    ):
         async with gateway_process(0, **variables) as child:
             _, stderr = await child.communicate()
         assert child.returncode == 2

@@ -47,6 +47,7 @@ class InProcessMesh:
         self._channels: dict[WorkerId, PlanChannel] = {}
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._answers: dict[RequestId, Answer] = {}
+        self._changed = asyncio.Condition()
         self._root = root_hash(namespace(runners[0].card))
         self._loop_task: asyncio.Task[None] | None = None
 
@@ -94,23 +95,31 @@ class InProcessMesh:
         await asyncio.wait_for(answer.done.wait(), TIMEOUT_S)
         return answer
 
+    async def until_running(self, number: int) -> None:
+        """Wait until so many sequences run at once."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.engine.stats().running >= number)
+
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            event = await self._inbox.get()
-            for command in self.engine.handle(event, loop.time()):
-                match command:
-                    case DispatchPlan(worker_id, _, plan):
-                        channel = self._channels.get(worker_id)
-                        if channel is not None:
-                            await self._executors[worker_id].submit(channel, plan)
-                    case PublishReply(_, TokensReply() as reply):
-                        answer = self._answers[reply.request_id]
-                        assert reply.position == len(answer.outputs[reply.choice])
-                        answer.outputs[reply.choice] += reply.tokens
-                        answer.logprobs[reply.choice] += [lp.logprob for lp in reply.logprobs or ()]
-                    case FinishRequest(_, request_id, terminal, _):
-                        answer = self._answers[request_id]
-                        assert answer.terminal is None
-                        answer.terminal = terminal
-                        answer.done.set()
+            await self._handle(await self._inbox.get())
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _handle(self, event: Event) -> None:
+        for command in self.engine.handle(event, asyncio.get_running_loop().time()):
+            match command:
+                case DispatchPlan(worker_id, _, plan):
+                    channel = self._channels.get(worker_id)
+                    if channel is not None:
+                        await self._executors[worker_id].submit(channel, plan)
+                case PublishReply(_, TokensReply() as reply):
+                    answer = self._answers[reply.request_id]
+                    assert reply.position == len(answer.outputs[reply.choice])
+                    answer.outputs[reply.choice] += reply.tokens
+                    answer.logprobs[reply.choice] += [lp.logprob for lp in reply.logprobs or ()]
+                case FinishRequest(_, request_id, terminal, _):
+                    answer = self._answers[request_id]
+                    assert answer.terminal is None
+                    answer.terminal = terminal
+                    answer.done.set()

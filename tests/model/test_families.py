@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.checkpoints import FAMILIES
-from tests.model.conftest import Reference
+from tests.model.checkpoints import FAMILIES, make_checkpoint
+from tests.model.conftest import Reference, load_reference
 from tests.model.paged import PagedSequences, open_runner
 
 LENGTHS = (1, 7, 33, 64, 150)  # beyond every sliding window and every original context of the scaled ropes
@@ -60,9 +60,6 @@ def test_logits_equal_transformers_at_every_position(
 
 @pytest.mark.parametrize("family", ["llama3_rope", "mistral_window", "qwen2"])
 def test_bfloat16_checkpoint_is_computed_in_float32_on_a_cpu(family: str, tmp_path: Path) -> None:
-    from tests.model.checkpoints import make_checkpoint
-    from tests.model.conftest import load_reference
-
     directory = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     runner = open_runner(directory)
     assert runner.card.kv_dtype == "float32"
@@ -86,8 +83,6 @@ def test_more_decodes_than_one_group_holds(
 
 @pytest.mark.parametrize("length", [5, 130])
 def test_real_model_equals_transformers(length: int, smollm2_dir: Path) -> None:
-    from tests.model.conftest import load_reference
-
     rng = random.Random(length)
     runner = open_runner(smollm2_dir)
     prompts = [[rng.randrange(49152) for _ in range(length)], [rng.randrange(49152) for _ in range(length // 2)]]
