@@ -20,7 +20,8 @@ from scheduler.pending import PendingRequest
 from scheduler.publisher import Publisher
 from scheduler.redis_io import BLOCK_MS, REDIS_ERRORS, Patience, ensure_groups
 from wire import keys
-from wire.entries import CancelEntry, RequestEntry, TerminalReply
+from wire.body import Body
+from wire.entries import MAX_ID, CancelEntry, RequestEntry, TerminalReply
 from wire.errors import EntryMalformed
 from wire.ids import GatewayId, RequestId
 
@@ -112,13 +113,10 @@ def decode_request(publisher: Publisher, lane: str, entry_id: bytes, raw: RawFie
 def _sender(raw: RawFields) -> tuple[RequestId, GatewayId] | None:
     """Request and gateway of an entry that is otherwise unreadable."""
     try:
-        body = json.loads(raw[b"body"])
-        request_id, gateway_id = body["id"], body["gw"]
-    except (KeyError, TypeError, ValueError):
+        body = Body(json.loads(raw[b"body"]), "request entry")
+        return RequestId(body.text("id", max_length=MAX_ID)), GatewayId(body.text("gw", max_length=MAX_ID))
+    except (KeyError, ValueError, RecursionError, EntryMalformed):
         return None
-    if isinstance(request_id, str) and isinstance(gateway_id, str):
-        return RequestId(request_id), GatewayId(gateway_id)
-    return None
 
 
 class ControlIntake:

@@ -8,20 +8,25 @@ from __future__ import annotations
 import array
 import json
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
+from wire.body import I32, U32, U64, Body
 from wire.errors import EntryMalformed
 from wire.ids import Fence, GatewayId, RequestId, WorkerId
 from wire.sampling import SamplingParams, TokenLogprobs
 
 VERSION = 1
 
+MAX_ID = 512
+"""Characters of a request's, gateway's, worker's or tenant's name."""
+MAX_CHOICES = 128
+MAX_LOGPROBS = 1024
+TINY = 5e-324
+"""The smallest float above 0."""
+
 RedisFields: TypeAlias = dict[str, bytes | str | int | float]
 """What XADD and HSET take."""
-
-_MISSHAPEN = (KeyError, TypeError, ValueError, OverflowError)
-"""What building a record from a body of the wrong shape raises; OverflowError: JSON's Infinity as an int."""
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:
@@ -42,20 +47,6 @@ def unpack_tokens(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tolist()
-
-
-def _load(raw: dict[bytes, bytes], what: str) -> dict[str, Any]:
-    """The JSON body of an entry whose version we know."""
-    version = raw.get(b"v")
-    if version != str(VERSION).encode():
-        raise EntryMalformed(f"{what}: version {version!r}, this build reads {VERSION}")
-    try:
-        body = json.loads(raw[b"body"])
-    except (KeyError, ValueError, RecursionError) as error:
-        raise EntryMalformed(f"{what}: body missing or not JSON") from error
-    if not isinstance(body, dict):
-        raise EntryMalformed(f"{what}: body is not an object")
-    return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +84,46 @@ class RequestEntry:
 
     @classmethod
     def decode(cls, raw: dict[bytes, bytes]) -> RequestEntry:
-        body = _load(raw, "request entry")
-        try:
-            sampling = dict(body["sampling"])
-            sampling["logit_bias"] = tuple((int(t), float(b)) for t, b in sampling["logit_bias"])
-            sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-            return cls(
-                request_id=RequestId(body["id"]),
-                gateway_id=GatewayId(body["gw"]),
-                prompt=unpack_tokens(raw[b"prompt"]),
-                sampling=SamplingParams(**sampling),
-                num_choices=int(body["n"]),
-                tenant=str(body["tenant"]),
-                priority=int(body["priority"]),
-                deadline_unix_s=body["deadline"],
-                arrived_unix_s=float(body["arrived"]),
-                salt=str(body["salt"]),
-                traceparent=str(body["traceparent"]),
-            )
-        except _MISSHAPEN as error:
-            raise EntryMalformed(f"request entry: {error!r}") from error
+        body = Body.load(raw, VERSION, "request entry")
+        if b"prompt" not in raw:
+            raise EntryMalformed("request entry: prompt is missing")
+        return cls(
+            request_id=RequestId(body.text("id", max_length=MAX_ID)),
+            gateway_id=GatewayId(body.text("gw", max_length=MAX_ID)),
+            prompt=unpack_tokens(raw[b"prompt"]),
+            sampling=_sampling(body.nested("sampling")),
+            num_choices=body.integer("n", 1, MAX_CHOICES),
+            tenant=body.text("tenant", max_length=MAX_ID),
+            priority=body.integer("priority", -I32, I32),
+            deadline_unix_s=None if body.is_null("deadline") else body.number("deadline"),
+            arrived_unix_s=body.number("arrived"),
+            salt=body.text("salt"),
+            traceparent=body.text("traceparent", max_length=MAX_ID),
+        )
+
+
+def _sampling(body: Body) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=body.integer("max_tokens", 1, I32),
+        min_tokens=body.integer("min_tokens", 0, I32),
+        temperature=body.number("temperature", 0.0),
+        top_k=body.integer("top_k", 0, I32),
+        top_p=body.number("top_p", TINY, 1.0),
+        min_p=body.number("min_p", 0.0, 1.0),
+        repetition_penalty=body.number("repetition_penalty", TINY),
+        presence_penalty=body.number("presence_penalty"),
+        frequency_penalty=body.number("frequency_penalty"),
+        logit_bias=tuple(body.pairs("logit_bias", 0, U32)),
+        seed=body.integer("seed", 0, U64),
+        stop_token_ids=tuple(body.integers("stop_token_ids", 0, U32)),
+        ignore_eos=body.boolean("ignore_eos"),
+        logprobs=None if body.is_null("logprobs") else body.integer("logprobs", 0, MAX_LOGPROBS),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class CancelEntry:
-    """Stop a request, or one choice of it. A stop string is reason "stop": the gateway keeps `keep` tokens."""
+    """Stop a request, or one choice of it. A stop string is reason "stop": the gateway has the finish reason."""
 
     request_id: RequestId
     reason: str
@@ -130,12 +136,12 @@ class CancelEntry:
 
     @classmethod
     def decode(cls, raw: dict[bytes, bytes]) -> CancelEntry:
-        body = _load(raw, "control entry")
-        try:
-            choice = body["choice"]
-            return cls(RequestId(body["id"]), str(body["reason"]), None if choice is None else int(choice))
-        except _MISSHAPEN as error:
-            raise EntryMalformed(f"control entry: {error!r}") from error
+        body = Body.load(raw, VERSION, "control entry")
+        return cls(
+            RequestId(body.text("id", max_length=MAX_ID)),
+            body.text("reason", max_length=MAX_ID),
+            None if body.is_null("choice") else body.integer("choice", 0, I32),
+        )
 
 
 @dataclass(slots=True)
@@ -212,23 +218,46 @@ class ReplyEntry:
 
     @classmethod
     def decode(cls, raw: dict[bytes, bytes]) -> ReplyEntry:
-        body = _load(raw, "reply entry")
-        try:
-            return cls(Fence(int(body["fence"])), [_reply_item(row) for row in body["items"]])
-        except _MISSHAPEN as error:
-            raise EntryMalformed(f"reply entry: {error!r}") from error
+        body = Body.load(raw, VERSION, "reply entry")
+        rows = body.raw("items")
+        if not isinstance(rows, list):
+            raise EntryMalformed("reply entry: items must be a list")
+        return cls(Fence(body.integer("fence", 0, U64)), [_reply_item(row) for row in rows])
 
 
-def _reply_item(row: list[Any]) -> ReplyItem:
+def _reply_item(row: Any) -> ReplyItem:
+    """One item. The per-token path: types are matched, ranges are left to the reader, who knows the request."""
     match row:
-        case ["t", rid, choice, position, tokens, packed]:
-            logprobs = None if packed is None else [TokenLogprobs(*lp) for lp in packed]
-            return TokensReply(rid, choice, position, tokens, logprobs)
-        case ["c", rid, choice, num_tokens, reason]:
-            return ChoiceReply(rid, choice, num_tokens, reason)
-        case ["e", rid, code, message, retry_after_s, stats]:
-            return TerminalReply(rid, code, message, retry_after_s, RequestStats(**stats))
-    raise EntryMalformed(f"reply entry: unknown item {row[:2]!r}")
+        case ["t", str(rid), int(choice), int(position), [*tokens], packed] if all(type(t) is int for t in tokens):
+            return TokensReply(RequestId(rid), choice, position, tokens, _logprobs(packed))
+        case ["c", str(rid), int(choice), int(num_tokens), str(reason)]:
+            return ChoiceReply(RequestId(rid), choice, num_tokens, reason)
+        case ["e", str(rid), str() | None as code, str() | None as message, int() | float() | None as retry_s, stats]:
+            return TerminalReply(RequestId(rid), code, message, retry_s, _stats(Body(stats, "reply entry: stats")))
+    raise EntryMalformed("reply entry: unknown item")
+
+
+def _logprobs(packed: Any) -> list[TokenLogprobs] | None:
+    if packed is None:
+        return None
+    try:
+        return [TokenLogprobs(float(logprob), list(ids), list(logprobs)) for logprob, ids, logprobs in packed]
+    except (TypeError, ValueError) as error:
+        raise EntryMalformed("reply entry: logprobs are not [logprob, ids, logprobs]") from error
+
+
+def _stats(body: Body) -> RequestStats:
+    return RequestStats(
+        prompt_tokens=body.integer("prompt_tokens", 0, U32),
+        cached_tokens=body.integer("cached_tokens", 0, U32),
+        output_tokens=body.integer("output_tokens", 0, U32),
+        queue_s=body.number("queue_s"),
+        prefill_s=body.number("prefill_s"),
+        decode_s=body.number("decode_s"),
+        stall_s=body.number("stall_s"),
+        preemptions=body.integer("preemptions", 0, U32),
+        worker_id=body.text("worker_id", max_length=MAX_ID),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +275,13 @@ class WorkerEntry:
 
     @classmethod
     def decode(cls, raw: dict[bytes, bytes]) -> WorkerEntry:
-        return cls(**_known_fields(cls, _load(raw, "worker entry"), "worker entry"))
+        body = Body.load(raw, VERSION, "worker entry")
+        return cls(
+            worker_id=WorkerId(body.text("worker_id", max_length=MAX_ID)),
+            address=body.text("address", max_length=MAX_ID),
+            epoch=body.integer("epoch", 0, U64),
+            pid=body.integer("pid", 0, U32),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +306,15 @@ class CellCard:
 
     @classmethod
     def decode(cls, raw: dict[bytes, bytes]) -> CellCard:
-        return cls(**_known_fields(cls, _load(raw, "cell card"), "cell card"))
-
-
-def _known_fields(cls: type[Any], body: dict[str, Any], what: str) -> dict[str, Any]:
-    names = {f.name for f in fields(cls)}
-    if names - body.keys():
-        raise EntryMalformed(f"{what}: missing {sorted(names - body.keys())}")
-    return {name: body[name] for name in names}
+        body = Body.load(raw, VERSION, "cell card")
+        return cls(
+            model_name=body.text("model_name"),
+            model_revision=body.text("model_revision"),
+            vocab_size=body.integer("vocab_size", 0, U32),
+            max_model_len=body.integer("max_model_len", 0, U32),
+            max_request_tokens=body.integer("max_request_tokens", 0, U64),
+            eos_token_ids=body.integers("eos_token_ids", 0, U32),
+            num_workers=body.integer("num_workers", 0, U32),
+            fence=body.integer("fence", 0, U64),
+            predicted_drain_s=body.number("predicted_drain_s", 0.0),
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from wire.entries import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
     CancelEntry,
     CellCard,
     ChoiceReply,
@@ -37,7 +39,7 @@ from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 text = st.text(max_size=12)
-number = st.floats(allow_nan=False)
+number = st.floats(-1e300, 1e300)
 seconds = st.floats(0, 1e12)
 float32 = st.floats(width=32, allow_nan=False)
 """What a protobuf float carries; −∞ is a log-probability too."""
@@ -50,22 +52,23 @@ def few(elements: st.SearchStrategy[int], max_size: int = 4) -> st.SearchStrateg
 u32s = few(u32)
 unit_hashes = st.lists(st.binary(min_size=32, max_size=32), max_size=3)
 
+i31 = st.integers(0, 2**31 - 1)
 sampling = st.builds(
     SamplingParams,
-    max_tokens=u32,
-    min_tokens=u32,
-    temperature=number,
-    top_k=u32,
-    top_p=number,
-    min_p=number,
-    repetition_penalty=number,
+    max_tokens=st.integers(1, 2**31 - 1),
+    min_tokens=i31,
+    temperature=st.floats(0, 1e300),
+    top_k=i31,
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, 1e300, exclude_min=True),
     presence_penalty=number,
     frequency_penalty=number,
     logit_bias=st.lists(st.tuples(u32, number), max_size=3).map(tuple),
     seed=u64,
     stop_token_ids=u32s.map(tuple),
     ignore_eos=st.booleans(),
-    logprobs=st.none() | u32,
+    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
 )
 token_logprobs = st.builds(TokenLogprobs, logprob=float32, top_ids=u32s, top_logprobs=st.lists(float32, max_size=4))
 
@@ -77,15 +80,15 @@ request_entries = st.builds(
     gateway_id=text,
     prompt=few(u32, 40),
     sampling=sampling,
-    num_choices=u32,
+    num_choices=st.integers(1, MAX_CHOICES),
     tenant=text,
-    priority=st.integers(-(2**31), 2**31),
+    priority=st.integers(-(2**31) + 1, 2**31 - 1),
     deadline_unix_s=st.none() | seconds,
     arrived_unix_s=seconds,
     salt=text,
     traceparent=text,
 )
-cancel_entries = st.builds(CancelEntry, request_id=text, reason=text, choice=st.none() | u32)
+cancel_entries = st.builds(CancelEntry, request_id=text, reason=text, choice=st.none() | i31)
 request_stats = st.builds(
     RequestStats,
     prompt_tokens=u32,

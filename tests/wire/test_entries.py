@@ -23,6 +23,8 @@ from wire.entries import (
     unpack_tokens,
 )
 from wire.errors import EntryMalformed
+from wire.ids import GatewayId, RequestId
+from wire.sampling import SamplingParams
 
 Entry: TypeAlias = RequestEntry | CancelEntry | ReplyEntry | WorkerEntry | CellCard
 
@@ -116,6 +118,53 @@ def test_an_unknown_reply_item_is_refused(row: Any) -> None:
     body = json.dumps({"fence": 1, "items": [row]}).encode()
     with pytest.raises(EntryMalformed, match="reply entry"):
         ReplyEntry.decode({b"v": b"1", b"body": body})
+
+
+GOOD = RequestEntry(RequestId("r"), GatewayId("g"), [5], SamplingParams(max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0),
+        ("n", 100_000),
+        ("id", ["a"]),
+        ("id", None),
+        ("id", "\ud800"),
+        ("id", "x" * 10_000),
+        ("gw", None),
+        ("priority", 10**40),
+        ("deadline", "soon"),
+        ("arrived", float("inf")),
+        ("traceparent", "z" * 3000),
+        ("sampling.max_tokens", "x"),
+        ("sampling.max_tokens", None),
+        ("sampling.max_tokens", True),
+        ("sampling.max_tokens", 2.5),
+        ("sampling.max_tokens", 10**30),
+        ("sampling.temperature", "hot"),
+        ("sampling.temperature", -1.0),
+        ("sampling.temperature", float("nan")),
+        ("sampling.seed", -1),
+        ("sampling.seed", 2**70),
+        ("sampling.top_p", 0.0),
+        ("sampling.repetition_penalty", 0.0),
+        ("sampling.stop_token_ids", [-5]),
+        ("sampling.stop_token_ids", "ab"),
+        ("sampling.logit_bias", [[-1, 2.0]]),
+        ("sampling.logit_bias", [[1]]),
+        ("sampling.logprobs", 10**6),
+        ("sampling.ignore_eos", "yes"),
+    ],
+)
+def test_a_request_that_would_harm_its_reader_is_refused_by_field(name: str, value: Any) -> None:
+    raw = through_redis(GOOD.encode())
+    body = json.loads(raw[b"body"])
+    *path, last = name.split(".")
+    target = body[path[0]] if path else body
+    target[last] = value
+    with pytest.raises(EntryMalformed, match=last):
+        RequestEntry.decode(raw | {b"body": json.dumps(body).encode()})
 
 
 @given(entry=strategies.worker_entries)
