@@ -79,7 +79,7 @@ class StepTelemetry:
         decode.span.end()
 
     def _chunk_span(self, entry: StepEntry, timing: StepTiming) -> None:
-        step_ns = _step_ns(timing)
+        step_ns = timing.step_us * 1000
         span = self._tracer.start_span(
             names.SPAN_PREFILL_CHUNK,
             parent=entry.sequence.traceparent,
@@ -106,11 +106,7 @@ class StepTelemetry:
             )
             decode = self._decodes[sequence.seq_id] = _DecodeSpan(span)
         decode.num_steps += 1
-        decode.step_s += _step_ns(timing) / 1e9
-
-
-def _step_ns(timing: StepTiming) -> int:
-    return (timing.build_us + timing.forward_us + timing.sample_us) * 1000
+        decode.step_s += timing.step_us * 1e-6
 
 
 def _identity(sequence: LiveSequence) -> dict[str, AttributeValue]:

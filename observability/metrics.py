@@ -136,6 +136,9 @@ class SchedulerMetrics:
             ["worker", "state"],
             registry=r,
         )
+        self.displaced = Counter(
+            names.SCHEDULER_DISPLACED, "Sequences queued again because their worker was lost.", registry=r
+        )
         self.plans = Counter(names.SCHEDULER_PLANS, "Plans dispatched.", ["worker"], registry=r)
         self.tokens = Counter(
             names.SCHEDULER_TOKENS, "Tokens processed, as workers reported them.", ["worker", "phase"], registry=r

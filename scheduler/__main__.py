@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 from typing import Final
@@ -15,6 +14,7 @@ import uvloop
 
 from observability.health_server import serve_health
 from observability.logs import setup_logging
+from observability.loop_lag import watch_loop_lag
 from observability.metrics import SchedulerMetrics
 from observability.tracing import Tracer, setup_tracing
 from scheduler.active import Tenure
@@ -23,11 +23,11 @@ from wire import keys
 from wire.config import SchedulerConfig, load
 from wire.errors import MeshError
 from wire.redis_client import open_redis
+from wire.stop_signals import stop_signals
 
 log = logging.getLogger("scheduler")
 
 LEASE_TIMEOUT_S: Final = keys.SCHEDULER_LEASE_TTL_S / 3
-LAG_PERIOD_S: Final = 0.25
 STANDBY: Final = "standby: another scheduler holds the lease, or Redis is away"
 STOPPING: Final = "the scheduler is stopping"
 
@@ -70,7 +70,7 @@ async def run_scheduler(config: SchedulerConfig, tracer: Tracer) -> None:
     """Serve until a stop signal."""
     metrics = SchedulerMetrics()
     scheduler = Scheduler(config, metrics, tracer)
-    stop = _stop_signal()
+    signals = stop_signals()
     async with (
         serve_health(
             config.health_host, config.health_port, ready=lambda: scheduler.not_ready, registry=metrics.registry
@@ -78,28 +78,15 @@ async def run_scheduler(config: SchedulerConfig, tracer: Tracer) -> None:
         asyncio.TaskGroup() as tasks,
     ):
         log.info("started", extra={"cell": config.cell.cell, "health_port": port})
-        running = [tasks.create_task(scheduler.run()), tasks.create_task(_measure_lag(metrics))]
-        await stop.wait()
+        running = [
+            tasks.create_task(scheduler.run()),
+            tasks.create_task(watch_loop_lag(metrics.event_loop_lag_s)),
+        ]
+        await signals.stop.wait()
         scheduler.stop()
         for task in running:
             task.cancel()
     log.info("stopped")
-
-
-async def _measure_lag(metrics: SchedulerMetrics) -> None:
-    loop = asyncio.get_running_loop()
-    while True:
-        due_s = loop.time() + LAG_PERIOD_S
-        await asyncio.sleep(LAG_PERIOD_S)
-        metrics.event_loop_lag_s.observe(max(0.0, loop.time() - due_s))
-
-
-def _stop_signal() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 def main() -> int:

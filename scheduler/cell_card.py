@@ -95,6 +95,7 @@ class _Gauges:
     def __init__(self, metrics: SchedulerMetrics) -> None:
         self._metrics = metrics
         self._preemptions = 0
+        self._displaced = 0
         self._shown: set[WorkerId] = set()
 
     def show(self, stats: EngineStats) -> None:
@@ -111,6 +112,8 @@ class _Gauges:
         metrics.requests_running.labels(model).set(stats.running)
         metrics.preemptions.labels(model).inc(stats.preemptions - self._preemptions)
         self._preemptions = stats.preemptions
+        metrics.displaced.inc(stats.displaced - self._displaced)
+        self._displaced = stats.displaced
         for worker in stats.workers:
             pages = worker.pages
             metrics.set_pages(

@@ -30,10 +30,10 @@ from scheduler.events import (
 )
 from scheduler.policy.batching import PlanBuilder, publish_units
 from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
-from scheduler.policy.placement import choose, fits_ever, place
+from scheduler.policy.placement import Placement, choose, fits_ever, place
 from scheduler.policy.tie_breaker import TieBreaker
 from scheduler.request_book import RequestBook
-from scheduler.sequence import LiveRequest, Placement, SeqState, Sequence
+from scheduler.sequence import LiveRequest, SeqState, Sequence
 from scheduler.stats import EngineStats, PrefillRate, WorkerStats
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
@@ -63,6 +63,7 @@ class Engine:
         self._model: ModelCard | None = None
         self._rate = PrefillRate()
         self._num_preemptions = 0
+        self._num_displaced = 0
         self._no_worker_since_s: float | None = None
         self._fence_lost = False
         self._now = 0.0
@@ -111,6 +112,7 @@ class Engine:
             waiting=len(self._queue),
             running=sum(w.running for w in workers),
             preemptions=self._num_preemptions,
+            displaced=self._num_displaced,
             workers=workers,
             model=self._model,
             max_request_tokens=longest + 1 if longest else 0,
@@ -235,6 +237,7 @@ class Engine:
         if not self._workers:
             self._no_worker_since_s = self._now
         for seq in list(worker.running.values()):
+            self._num_displaced += 1
             seq.request.timeline.worker_lost_s.append(self._now)
             self._requeue(seq)
         for request in {id(seq.request): seq.request for seq in worker.running.values()}.values():

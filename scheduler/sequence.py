@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvstore.prefix_hash import chain
-from scheduler.commands import RouteCandidate, Timeline
+from scheduler.commands import Timeline
 from scheduler.events import Request
 from wire.entries import RequestStats
 from wire.ids import UNIT_TOKENS, PageId, SeqId, UnitHash
@@ -112,15 +112,3 @@ class LiveRequest:
     stalled_since_s: float | None = None
     faults: int = 0
     """Steps that failed and workers that died under it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a waiting sequence may go, and what it would reuse there."""
-
-    worker: WorkerView
-    shared_pages: list[PageId]
-    copy_source: PageId | None
-    num_cached: int
-    num_fresh_pages: int
-    candidate: RouteCandidate

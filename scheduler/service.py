@@ -13,7 +13,6 @@ from scheduler.events import Event, StepReported, Tick, WorkerDown, WorkerUp
 from scheduler.publisher import Publisher
 from scheduler.stats import EngineStats
 from scheduler.terminals import Terminals
-from wire.plan import StepTiming
 
 TICK_S: Final = 0.25
 MAX_TURN_EVENTS: Final = 256
@@ -115,7 +114,7 @@ class Service:
                 timing = report.timing
                 self._metrics.observe_step(
                     worker_id,
-                    step_s=_step_s(timing),
+                    step_s=timing.step_us * 1e-6,
                     prefill_tokens=timing.prefill_tokens,
                     decode_tokens=timing.decode_tokens,
                 )
@@ -124,7 +123,3 @@ class Service:
                 self._workers_changed()
             case WorkerDown():
                 self._workers_changed()
-
-
-def _step_s(timing: StepTiming) -> float:
-    return (timing.build_us + timing.forward_us + timing.sample_us) * 1e-6

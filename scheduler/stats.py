@@ -22,6 +22,8 @@ class EngineStats:
     waiting: int
     running: int
     preemptions: int
+    displaced: int
+    """Sequences queued again because their worker was lost."""
     workers: list[WorkerStats]
     model: ModelCard | None
     """None until a worker was seen."""
@@ -40,7 +42,7 @@ class PrefillRate:
         self.tokens_per_s: float | None = None
 
     def add(self, timing: StepTiming) -> None:
-        elapsed_s = (timing.build_us + timing.forward_us + timing.sample_us) * 1e-6
+        elapsed_s = timing.step_us * 1e-6
         if not timing.prefill_tokens or elapsed_s <= 0:
             return
         rate = timing.prefill_tokens / elapsed_s

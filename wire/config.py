@@ -81,7 +81,12 @@ class WorkerConfig:
 class BatchingConfig:
     """The engine's policy; pure."""
 
-    step_token_budget: int = env("STEP_TOKEN_BUDGET", 256, "Tokens one step may process.", minimum=2)
+    step_token_budget: int = env(
+        "STEP_TOKEN_BUDGET",
+        128,
+        "Tokens one step may process: a step of that many bounds ITL and cancels; GPUs want 2048 or more.",
+        minimum=2,
+    )
     min_chunk_tokens: int = env("MIN_CHUNK_TOKENS", 16, "Smallest prefill chunk worth a place in a step.", minimum=1)
     max_lease_steps: int = env("MAX_LEASE_STEPS", 16, "Steps a worker may repeat one plan.", minimum=1)
     max_queued_plans: int = env(
@@ -136,7 +141,7 @@ class LauncherConfig:
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     workers: int = env("WORKERS", 1, "Workers the launcher starts.", minimum=1)
     state_dir: str | None = env(
-        "STATE_DIR", None, "Logs and pid files of the local stack; default: ~/.local/state/phasemesh."
+        "STATE_DIR", None, "Logs, stack.json and Redis data of the local stack; default: ~/.local/state/phasemesh."
     )
     start_redis: bool = env("START_REDIS", True, "Start a Redis of its own; off when --redis-url is given.")
 

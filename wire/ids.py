@@ -26,8 +26,5 @@ PageId = NewType("PageId", int)
 UnitHash = NewType("UnitHash", bytes)
 """32-byte SHA-256 chain hash of one unit of 16 tokens and everything before it."""
 
-TokenId = int
-"""An index into the model's vocabulary. Plain int: per-token code is hot."""
-
 UNIT_TOKENS = 16
 """Tokens per hash unit. Page sizes are multiples of it (design §5)."""

@@ -158,6 +158,10 @@ class StepTiming:
     decode_tokens: int
     context_tokens: int
 
+    @property
+    def step_us(self) -> int:
+        return self.build_us + self.forward_us + self.sample_us
+
 
 @dataclass(slots=True)
 class StepReport:

@@ -8,9 +8,10 @@ tokens of the sequence   | shared by reference | copied | prefilled here … | l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from scheduler.commands import RouteCandidate
-from scheduler.sequence import Placement, Sequence
+from scheduler.sequence import Sequence
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
 from wire.ids import UNIT_TOKENS, PageId
@@ -19,6 +20,18 @@ KV_PRESSURE_TOKENS = 256.0
 """What a full pool weighs, in prefill tokens."""
 DECODE_TOKENS = 4.0
 """What one active decode weighs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a waiting sequence may go, and what it would reuse there."""
+
+    worker: WorkerView
+    shared_pages: list[PageId]
+    copy_source: PageId | None
+    num_cached: int
+    num_fresh_pages: int
+    candidate: RouteCandidate
 
 
 def min_chunk_tokens(config: BatchingConfig) -> int:

@@ -48,11 +48,15 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([2, 7, 32, 64]),
         lease=st.sampled_from([1, 4, 16]),
         queued=st.sampled_from([1, 2]),
+        grace_s=st.sampled_from([0.05, 1000.0]),
         page_size=st.sampled_from([16, 64]),
         pages=st.integers(3, 14),
         workers=st.integers(1, 2),
     )
-    def start(self, budget: int, lease: int, queued: int, page_size: int, pages: int, workers: int) -> None:
+    def start(
+        self, budget: int, lease: int, queued: int, grace_s: float, page_size: int, pages: int, workers: int
+    ) -> None:
+        self.grace_s = grace_s
         self.config = BatchingConfig(
             step_token_budget=budget,
             min_chunk_tokens=8,
@@ -60,7 +64,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_queued_plans=queued,
             kv_watermark=0.1,
         )
-        self.engine = Engine(self.config, no_worker_grace_s=1000.0, routing_seed=3, fence=Fence(5))
+        self.engine = Engine(self.config, no_worker_grace_s=self.grace_s, routing_seed=3, fence=Fence(5))
         self.now = 0.0
         self.page_size, self.num_pages = page_size, pages
         self.workers: dict[WorkerId, PagedWorker] = {}
@@ -194,6 +198,21 @@ class EngineMachine(RuleBasedStateMachine):
                 worker.info.worker_id, self.num_pages, self.page_size, worker.step_budget, epoch=self.epochs
             )
         self.down.append(worker)
+
+    @precondition(lambda self: any(w.reports for w in self.workers.values()))
+    @rule(data=st.data())
+    def a_step_fails(self, data: st.DataObject) -> None:
+        """The worker reports the failure, drops everything and comes back with a new epoch."""
+        worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.reports]))
+        info = worker.info
+        failed = StepReport(worker.reports[-1].plan_id, 0, True, [], failure="boom")
+        del self.workers[info.worker_id]
+        self.feed(StepReported(info.worker_id, info.epoch, failed))
+        self.feed(WorkerDown(info.worker_id, info.epoch, "the stream ended"))
+        self.epochs += 1
+        self.bring_up(
+            PagedWorker(info.worker_id, self.num_pages, self.page_size, worker.step_budget, epoch=self.epochs)
+        )
 
     @precondition(lambda self: self.down)
     @rule()

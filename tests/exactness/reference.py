@@ -49,6 +49,9 @@ class Tally:
     def share(self) -> float:
         return self.different / max(1, self.tokens)
 
+    def __str__(self) -> str:
+        return f"{self.different} of {self.tokens} tokens are not the reference's"
+
 
 class TransformersModel:
     """The reference implementation, fp32 on CPU."""

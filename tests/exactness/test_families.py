@@ -69,7 +69,9 @@ def family(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
     return Family(request.param, checkpoint(request.param))
 
 
-async def test_greedy_tokens_are_transformers_however_the_work_is_cut(family: Family) -> None:
+async def test_greedy_tokens_are_transformers_however_the_work_is_cut(
+    family: Family, report_figure: Callable[[str], None]
+) -> None:
     for page_size in (16, 64):
         for budget in BUDGETS:
             async with family.mesh(page_size=page_size, budget=budget) as mesh:
@@ -85,7 +87,7 @@ async def test_greedy_tokens_are_transformers_however_the_work_is_cut(family: Fa
     await hit_inside_a_page(family)
     await after_preemption(family)
     await two_workers_one_lost(family)
-    print(f"\n{family.tally.different} of {family.tally.tokens} tokens differ", end=" ")
+    report_figure(str(family.tally))
     assert family.tally.share <= MAX_DIFFERENT_SHARE
 
 

@@ -78,6 +78,23 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        """The last holder lets go while a reader elsewhere is not done."""
+        page = data.draw(st.sampled_from(self.held))
+        self.held.remove(page)
+        self.pool.retire(page)
+        if page not in self.held:
+            self.retiring.add(page)
+
+    @precondition(lambda self: self.retiring)
+    @rule(data=st.data())
+    def reader_is_done(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.retiring)))
+        self.retiring.remove(page)
+        self.pool.retired(page)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(self.held))
         self.pool.withdraw(page)
@@ -90,8 +107,9 @@ class PoolMachine(RuleBasedStateMachine):
         counts = self.pool.counts()
         assert counts.free + counts.cached + counts.in_use + counts.retiring == self.pool.num_pages
         assert counts.in_use == len(set(self.held))
+        assert counts.retiring == len(self.retiring)
         for page in list(self.content):
-            evicted = page not in self.held and not self.pool.is_cached(page)
+            evicted = page not in self.held and page not in self.retiring and not self.pool.is_cached(page)
             if evicted:
                 del self.content[page]
 

@@ -75,6 +75,20 @@ class Service:
             assert time.monotonic() < deadline_s, f"{self.name} is not healthy:\n{self.log.read_text()[-4000:]}"
             time.sleep(0.02)
 
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of the samples of a metric that carry the label."""
+        with urllib.request.urlopen(self.health_url.replace("/health", "/metrics"), timeout=5.0) as answer:
+            lines = answer.read().decode().splitlines()
+        rows = [r for r in lines if r.startswith((f"{name}{{", f"{name} ")) and label in r]
+        assert rows, f"{self.name} exports no {name} {label}"
+        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+
+    def wait_metric(self, name: str, at_least: float, timeout_s: float = 30.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self.metric(name) < at_least:
+            assert time.monotonic() < deadline_s, f"{name} of {self.name} stays below {at_least}"
+            time.sleep(0.01)
+
 
 class MeshStack:
     """Redis, one scheduler, workers, one gateway. `env` reaches every service, e.g. {"STEP_TOKEN_BUDGET": "7"}."""
@@ -146,9 +160,4 @@ class MeshStack:
             time.sleep(0.02)
 
     def scheduler_metric(self, name: str, label: str = "") -> float:
-        """Sum of the samples of a metric that carry the label."""
-        with urllib.request.urlopen(self.scheduler.health_url.replace("/health", "/metrics"), timeout=5.0) as answer:
-            lines = answer.read().decode().splitlines()
-        rows = [r for r in lines if r.startswith(f"{name}{{") and label in r]
-        assert rows, f"the scheduler exports no {name}"
-        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+        return self.scheduler.metric(name, label)

@@ -69,6 +69,7 @@ async def test_a_worker_back_within_the_grace_continues_the_stream(
         result = await asyncio.wait_for(stream, 50)
         assert result.error is None and result.finish_reason == "length"
         assert result.token_ids == whole.token_ids
+        stack.wait_no_page_in_use()
 
 
 async def test_the_schedulers_death_loses_and_doubles_no_token(
@@ -97,6 +98,7 @@ async def test_redis_death_means_503_then_service_again(stack: MeshStack, sessio
     await eventually("ready again", stack.gateway.is_healthy, 30)
     after = await complete(session, stack.url, PROMPT, 5)
     assert after.token_ids == before.token_ids
+    stack.wait_no_page_in_use()
 
 
 async def test_a_stream_outlives_a_short_redis_restart(stack: MeshStack, session: aiohttp.ClientSession) -> None:
@@ -109,6 +111,7 @@ async def test_a_stream_outlives_a_short_redis_restart(stack: MeshStack, session
     result = await asyncio.wait_for(stream, 50)
     assert result.error is None, result.error
     assert result.token_ids == whole.token_ids
+    stack.wait_no_page_in_use()
 
 
 async def test_a_client_that_leaves_frees_its_pages_at_once(stack: MeshStack, session: aiohttp.ClientSession) -> None:
@@ -132,3 +135,4 @@ async def test_a_gateways_death_frees_its_requests(stack: MeshStack, session: ai
     await eventually("ready again", stack.gateway.is_healthy, 30)
     again = await complete(session, stack.url, PROMPT, 5)
     assert again.error is None
+    stack.wait_no_page_in_use()

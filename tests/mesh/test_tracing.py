@@ -54,9 +54,11 @@ async def test_a_request_is_one_trace_over_three_processes(smollm2_dir: Path, tm
     assert all(root.start_unix_ns <= s.start_unix_ns <= s.end_unix_ns for spans in found.values() for s in spans)
 
 
-async def test_without_otel_variables_nothing_is_exported_and_all_works(smollm2_dir: Path, tmp_path: Path) -> None:
-    with OtlpReceiver() as receiver, MeshStack(smollm2_dir, tmp_path) as stack:
-        async with aiohttp.ClientSession() as session:
-            answer = await complete(session, stack.url, [100, 101], 3, ignore_eos=True)
-        assert len(answer.token_ids) == 3
+async def test_disabled_by_the_standard_variable_nothing_is_exported(smollm2_dir: Path, tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver:
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_SDK_DISABLED": "true"}
+        with MeshStack(smollm2_dir, tmp_path, env=env) as stack:
+            async with aiohttp.ClientSession() as session:
+                answer = await complete(session, stack.url, [100, 101], 3, ignore_eos=True)
+            assert len(answer.token_ids) == 3
         assert not receiver.spans

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
 
-from tests.redis_fixture import RedisServer
+from tests.redis_fixture import RedisServer, durable_redis_server, redis_server
 from tests.scheduler_service.parts import Parts
 from wire.redis_client import open_redis
 
-
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """Forgets everything when it is killed: the harder case."""
-    server = RedisServer(tmp_path)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
-@pytest.fixture
-def durable_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """Keeps its data over a kill, but for the last second at most."""
-    server = RedisServer(tmp_path, append_only=True)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
+__all__ = ["durable_redis_server", "redis_server"]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from wire.plan import ModelCard
 def stats(num_workers: int, model: ModelCard | None = CARD) -> EngineStats:
     pages = PoolCounts(free=5, cached=2, in_use=3, retiring=0)
     workers = [WorkerStats(WorkerId(f"w{i}"), 1, 10, pages) for i in range(num_workers)]
-    return EngineStats(4, num_workers, 0, workers, model, 161, 2.5)
+    return EngineStats(4, num_workers, 0, 0, workers, model, 161, 2.5)
 
 
 class Shown:
