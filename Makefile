@@ -3,7 +3,9 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+# As variables the pins hold for the build backend too: the first one with an older pip, the second since pip 25.3.
+PINNED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
+INSTALL := $(PINNED) $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PROTO := wire/worker.proto
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 
 import uvloop
@@ -14,20 +13,15 @@ from observability.logs import setup_logging
 from observability.tracing import Tracer, setup_tracing
 from wire.config import GatewayConfig, load
 from wire.errors import ConfigInvalid, ModelUnsupported
+from wire.stop_signals import stop_signals
 
 
 async def run(config: GatewayConfig, tracer: Tracer) -> None:
     """Serve until a signal says otherwise."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    signals = stop_signals()
     async with serve(config, tracer) as (parts, _):
-        await stop.wait()
-        await drain(parts, config.drain_s, hurry)
+        await signals.stop.wait()
+        await drain(parts, config.drain_s, signals.hurry)
 
 
 def main() -> int:

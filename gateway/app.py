@@ -10,9 +10,8 @@ from aiohttp.typedefs import Handler
 from gateway.api import generate, models
 from gateway.errors import ERROR_CODE, error_middleware
 from gateway.parts import PARTS, Parts
+from gateway.telemetry import CLIENT_LEFT_STATUS
 from observability.health_server import health_routes
-
-CLIENT_LEFT_STATUS = "499"
 
 
 @web.middleware
@@ -24,7 +23,7 @@ async def count_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         response = await handler(request)
     except asyncio.CancelledError:
-        metrics.requests.labels(route, CLIENT_LEFT_STATUS).inc()
+        metrics.requests.labels(route, str(CLIENT_LEFT_STATUS)).inc()
         raise
     metrics.requests.labels(route, str(response.status)).inc()
     if ERROR_CODE in request:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from aiohttp import hdrs, web
 
+from wire.api_keys import split_api_keys
 from wire.errors import Unauthorized
 
 
@@ -30,8 +31,8 @@ class ApiKeys:
     """The keys that are let in; without any, everybody is."""
 
     def __init__(self, comma_separated: str | None) -> None:
-        keys = [key.strip().encode() for key in (comma_separated or "").split(",")]
-        self._tenants = [(key, _tenant_of(key)) for key in keys if key]
+        keys = [key.encode() for key in split_api_keys(comma_separated)]
+        self._tenants = [(key, _tenant_of(key)) for key in keys]
 
     def tenant_of(self, request: web.Request) -> Tenant:
         """Who is asking. Raises Unauthorized without one of our keys as Bearer token."""

@@ -1,8 +1,9 @@
-"""What one request leaves behind for those who look: its root span and its metrics."""
+"""What one request leaves behind for those who look: its root span, its metrics, one line in the log."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from types import TracebackType
 from typing import Self
@@ -15,16 +16,32 @@ from wire.entries import RequestStats
 from wire.errors import MeshError
 from wire.ids import RequestId
 
+log = logging.getLogger("gateway.http")
+
+CLIENT_LEFT_STATUS = 499
+"""Shown as the status of a request whose client did not wait for its answer (nginx's number)."""
+
 
 class Telemetry:
     """`with Telemetry(…) as telemetry:` around all of a request's handling; what leaves it as an exception marks the
     span."""
 
     def __init__(
-        self, tracer: Tracer, metrics: GatewayMetrics, *, operation: str, model: str, route: str, traceparent: str
+        self,
+        tracer: Tracer,
+        metrics: GatewayMetrics,
+        *,
+        operation: str,
+        model: str,
+        route: str,
+        request_id: RequestId,
+        traceparent: str,
     ) -> None:
         self._metrics = metrics
         self._model = model
+        self._request_id = request_id
+        self._prompt_tokens = 0
+        self._status = 500  # until something is known
         self._traced = tracer.enabled
         self._span = tracer.start_span(
             names.request_span_name(operation, model),
@@ -49,7 +66,7 @@ class Telemetry:
     def traceparent(self) -> str:
         return self._span.traceparent
 
-    def asked(self, options: Options, request_id: RequestId, tenant: str) -> None:
+    def asked(self, options: Options, tenant: str) -> None:
         """The request is well-formed."""
         if not self._traced:
             return
@@ -65,16 +82,17 @@ class Telemetry:
                 names.GEN_AI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
                 names.GEN_AI_REQUEST_SEED: str(sampling.seed),  # 64-bit unsigned: beyond OTLP's signed integers
                 names.GEN_AI_REQUEST_STOP_SEQUENCES: options.stops,
-                names.REQUEST_ID: request_id,
+                names.REQUEST_ID: self._request_id,
                 names.TENANT: tenant,
                 names.PRIORITY: options.priority,
                 names.GEN_AI_REQUEST_STREAM: options.stream,
-                names.GEN_AI_RESPONSE_ID: request_id,
+                names.GEN_AI_RESPONSE_ID: self._request_id,
             }
         )
 
     def admitted(self, prompt_tokens: int, max_tokens: int) -> None:
         """The request is in the mesh."""
+        self._prompt_tokens = prompt_tokens
         self._metrics.prompt_tokens.labels(self._model).inc(prompt_tokens)
         if self._traced:
             self._span.set(
@@ -110,6 +128,7 @@ class Telemetry:
 
     def answered(self, stats: list[RequestStats | None]) -> None:
         """Every choice is over and delivered."""
+        self._status = 200
         self._metrics.e2e_s.labels(self._model).observe(time.perf_counter() - self._started_s)
         if self._traced:
             self._span.set(
@@ -123,11 +142,13 @@ class Telemetry:
             )
 
     def failed(self, error: MeshError) -> None:
+        self._status = error.http_status
         self._span.set({names.ERROR_TYPE: error.code, names.HTTP_RESPONSE_STATUS_CODE: error.http_status})
         if error.http_status >= 500:  # a refused request is no fault of the server (HTTP span conventions)
             self._span.fail(error.message)
 
     def client_left(self) -> None:
+        self._status = CLIENT_LEFT_STATUS
         self._span.event(names.EVENT_CANCELLED, {names.CANCEL_REASON: "disconnect"})
         self._span.fail("the client left")
 
@@ -147,3 +168,17 @@ class Telemetry:
             case _:
                 self._span.fail(repr(exc))
         self._span.end()
+        self._log_end()
+
+    def _log_end(self) -> None:
+        log.info(
+            "finished",
+            extra={
+                "request_id": self._request_id,
+                "status": self._status,
+                "prompt_tokens": self._prompt_tokens,
+                "output_tokens": sum(self._num_tokens.values()),
+                "ms": round(1000 * (time.perf_counter() - self._started_s)),
+                "traceparent": self._span.traceparent,
+            },
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -31,6 +30,7 @@ from wire.errors import ConfigInvalid, MeshError
 from wire.ids import Epoch, WorkerId
 from wire.model_path import model_path, served_name
 from wire.redis_client import open_redis
+from wire.stop_signals import stop_signals
 
 log = logging.getLogger("gpu_worker")
 
@@ -81,7 +81,7 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         identity = identify(config, port)
         redis = await stack.enter_async_context(connect_redis(config.cell.redis_url))
         runner = await asyncio.to_thread(load_model, config)
-        stop = _stop_signal()  # not before: a signal while the model loads just ends the process
+        signals = stop_signals()  # not before: a signal while the model loads just ends the process
         # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
         epoch = Epoch(time.time_ns() // 1_000_000)
         telemetry = StepTelemetry(metrics, tracer)
@@ -100,18 +100,10 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
                 "ready",
                 extra={"worker": identity.worker_id, "address": identity.advertise_address, "pages": runner.num_pages},
             )
-            await stop.wait()
+            await signals.stop.wait()
             not_ready = "the worker is stopping"
             registration.cancel()
     log.info("stopped")
-
-
-def _stop_signal() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Logging of a service: one line per record on standard error, `key=value` for the extras.
 
-    2026-03-04T05:06:07.089Z INFO gateway gateway.http: finished status=200 trace_id=0af7651916cd43dd8448eb211c80319c
+    2026-03-04T05:06:07.089Z INFO gateway gateway.http: finished status=200 ms=812 trace_id=0af7651916cd43dd8448eb21…
 
 Extras are whatever a call passes: `log.info("finished", extra={"status": 200, "traceparent": span.traceparent})`.
 """

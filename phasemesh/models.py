@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from phasemesh.child import dying_with_us
 from phasemesh.progress import Progress
+from wire.child import dying_with_us
 from wire.config import ModelConfig
 from wire.errors import MeshError
 from wire.model_path import cache_root, model_path

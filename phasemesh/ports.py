@@ -48,13 +48,11 @@ def free_port(taken: set[int], host: str = "127.0.0.1") -> int:
     raise ConfigInvalid(f"no free port on {host} between {low} and {high}")
 
 
-def require_free(host: str, port: int) -> None:
-    """Raise ConfigInvalid, saying what to do, when host:port is busy or cannot be bound."""
+def require_free(host: str, port: int, variable: str, choose_with: str) -> None:
+    """Raise ConfigInvalid, saying what to do, when host:port, which `variable` sets, is busy or cannot be bound."""
     try:
         free = is_free(host, port)
     except OSError as error:
-        raise ConfigInvalid(f"cannot listen on {host}:{port}: {error.strerror}", param="PHASEMESH_PORT") from error
+        raise ConfigInvalid(f"cannot listen on {host}:{port}: {error.strerror}", param=variable) from error
     if not free:
-        raise ConfigInvalid(
-            f"port {port} on {host} is in use; choose another with --port (PHASEMESH_PORT)", param="PHASEMESH_PORT"
-        )
+        raise ConfigInvalid(f"port {port} on {host} is in use; choose another with {choose_with}", param=variable)

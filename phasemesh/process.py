@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from phasemesh.child import dying_with_us
 from phasemesh.guard import Guard
+from wire.child import dying_with_us
 
 _READ_BYTES = 65_536
 

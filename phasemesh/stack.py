@@ -12,13 +12,15 @@ from pathlib import Path
 
 from observability.probe import probe
 from phasemesh import redis_server
-from phasemesh.ports import free_port
+from phasemesh.ports import free_port, require_free
 from phasemesh.state import StateDir
 from phasemesh.supervisor import Service
 from wire.config import LauncherConfig
 from wire.model_path import cache_root
 
 LOOPBACK = "127.0.0.1"
+WORKER_READY_TIMEOUT_S = 600.0
+"""Loading a large checkpoint from a cold disk takes minutes."""
 DRAIN_MARGIN_S = 5.0
 """A gateway gets this much longer than its own drain time before it is killed."""
 
@@ -76,6 +78,7 @@ def plan_stack(config: LauncherConfig, environ: Mapping[str, str], model: Path, 
             "gateway",
             gateway_url,
             {**shared, "PHASEMESH_PORT": str(port)},
+            ready_timeout_s=WORKER_READY_TIMEOUT_S,  # a gateway is ready when a worker is
             stop_timeout_s=config.gateway.drain_s + DRAIN_MARGIN_S,
         ),
     )
@@ -84,6 +87,18 @@ def plan_stack(config: LauncherConfig, environ: Mapping[str, str], model: Path, 
 def owns_redis(config: LauncherConfig, environ: Mapping[str, str]) -> bool:
     """A Redis that was named is used; without one the stack starts its own."""
     return config.start_redis and not environ.get("PHASEMESH_REDIS_URL")
+
+
+def require_ports(config: LauncherConfig) -> None:
+    """Raise ConfigInvalid, saying what to do, unless the stack can listen on each port that it needs."""
+    gateway, worker = config.gateway, config.worker
+    if gateway.port:
+        require_free(gateway.host, gateway.port, "PHASEMESH_PORT", "--port (PHASEMESH_PORT)")
+    if worker.port and config.workers == 1:
+        require_free(worker.host, worker.port, "PHASEMESH_WORKER_PORT", "PHASEMESH_WORKER_PORT")
+    taken = {gateway.port, worker.port}
+    for _ in range(2 + config.workers):  # Redis, scheduler, workers: wherever there is room
+        free_port(taken)
 
 
 def worker_threads(config: LauncherConfig) -> int:
@@ -119,8 +134,13 @@ def _worker(
         "OMP_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",  # two spinning OpenMP pools on few cores are ruinous
     }
-    # Loading a large checkpoint from a cold disk takes minutes.
-    return _service(f"worker-{number}", "gpu_worker", f"http://{LOOPBACK}:{health_port}", environ, ready_timeout_s=600)
+    return _service(
+        f"worker-{number}",
+        "gpu_worker",
+        f"http://{LOOPBACK}:{health_port}",
+        environ,
+        ready_timeout_s=WORKER_READY_TIMEOUT_S,
+    )
 
 
 def _service(

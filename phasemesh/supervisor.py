@@ -1,15 +1,13 @@
 """Keeps services running: starts each, waits until it is ready, restarts it when it dies, stops it when asked.
 
 spawn ─▸ not ready ─probe─▸ ready ─▸ dies ─▸ backoff ─▸ spawn …
-           │ ready_timeout_s            └─ MAX_DEATHS within DEATHS_WINDOW_S: ServiceFailed
-           └─ first start only: ServiceFailed, as is dying before the first time ready
+           │                            └─ max_deaths in a row: ServiceFailed; settled_s of being ready end a row
+           └─ dies, or is killed after ready_timeout_s: counts like any death; at the first start: ServiceFailed
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +18,6 @@ from phasemesh.process import ChildProcess, describe_exit
 from phasemesh.service_log import ServiceLog
 from wire.errors import MeshError
 
-FIRST_BACKOFF_S = 0.5
-MAX_DEATHS = 5
-DEATHS_WINDOW_S = 60.0
 PROBE_EVERY_S = 0.1
 
 
@@ -30,6 +25,21 @@ class ServiceFailed(MeshError):
     """A service did not become ready, or keeps dying; the message ends with its last log lines."""
 
     code = "service_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often, and how soon, a service that dies is started again."""
+
+    max_deaths: int = 5
+    """So many in a row end the supervision."""
+    first_backoff_s: float = 0.5
+    """Doubles with each death in a row."""
+    settled_s: float = 30.0
+    """A service that was ready for so long is well: its next death is the first of a row."""
+
+    def backoff_s(self, deaths: int) -> float:
+        return self.first_backoff_s * float(2 ** (deaths - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,7 @@ class Service:
     health_url: str
     environ: Mapping[str, str]
     ready_timeout_s: float = 60.0
+    """From each start."""
     stop_timeout_s: float = 10.0
     """From SIGTERM to SIGKILL."""
 
@@ -51,7 +62,14 @@ class SupervisedService:
     """One service and its current process. `say` prints a line; `on_change` runs when pid or restarts change."""
 
     def __init__(
-        self, service: Service, *, guard: Guard, logs: Path, say: Callable[[str], None], on_change: Callable[[], None]
+        self,
+        service: Service,
+        *,
+        guard: Guard,
+        logs: Path,
+        say: Callable[[str], None],
+        on_change: Callable[[], None],
+        policy: RestartPolicy = RestartPolicy(),
     ) -> None:
         self.service = service
         self.restarts = 0
@@ -59,9 +77,12 @@ class SupervisedService:
         self._logs = logs
         self._say = say
         self._on_change = on_change
+        self._policy = policy
         self._log = ServiceLog(logs / f"{service.name}.log", lambda line: say(f"{service.name} | {line}"))
         self._process: ChildProcess | None = None
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)  # seconds on the monotonic clock
+        self._deaths_in_a_row = 0
+        self._ready_since_s: float | None = None
+        """When the running process became ready, on the event loop's clock."""
 
     @property
     def process(self) -> ChildProcess | None:
@@ -70,33 +91,34 @@ class SupervisedService:
 
     async def start(self) -> None:
         """Start it and wait until it is ready. Raises ServiceFailed when it dies first or takes too long."""
-        process = self._spawn()
-        try:
-            async with asyncio.timeout(self.service.ready_timeout_s):
-                problem = await self._until_ready(process)
-        except TimeoutError:
-            last = await asyncio.to_thread(self.service.probe)
-            problem = f"was not ready within {self.service.ready_timeout_s:g} s: {last}"
+        problem = await self._until_ready(self._spawn())
         if problem is not None:
             raise self._failed(problem)
 
     async def keep_running(self) -> NoReturn:
         """Restart the process whenever it ends. Raises ServiceFailed when it keeps dying."""
+        assert self._process is not None
         while True:
-            assert self._process is not None
-            ending = describe_exit(await self._process.wait())
-            now = time.monotonic()
-            self._deaths.append(now)
-            recent = sum(1 for death in self._deaths if now - death < DEATHS_WINDOW_S)
-            if recent >= MAX_DEATHS:
-                raise self._failed(f"{ending}, the {recent}th time within {DEATHS_WINDOW_S:g} s")
-            backoff_s = FIRST_BACKOFF_S * 2 ** (recent - 1)
-            self._say(f"{self.service.name} {ending}; starting it again in {backoff_s:g} s (log: {self._log.path})")
-            await asyncio.sleep(backoff_s)
-            self.restarts += 1
-            process = self._spawn()
-            if await self._until_ready(process) is None:
-                self._say(f"{self.service.name} is ready again, pid {process.pid}")
+            problem: str | None = describe_exit(await self._process.wait())
+            while problem is not None:
+                await self._back_off(problem)
+                self.restarts += 1
+                process = self._spawn()
+                problem = await self._until_ready(process)
+            self._say(f"{self.service.name} is ready again, pid {process.pid}")
+
+    async def _back_off(self, problem: str) -> None:
+        """Count a death and wait before the next start. Raises ServiceFailed when it is one too many."""
+        now_s = asyncio.get_running_loop().time()
+        if self._ready_since_s is not None and now_s - self._ready_since_s >= self._policy.settled_s:
+            self._deaths_in_a_row = 0
+        self._ready_since_s = None
+        self._deaths_in_a_row += 1
+        if self._deaths_in_a_row >= self._policy.max_deaths:
+            raise self._failed(f"{problem} (failure {self._deaths_in_a_row} in a row)")
+        backoff_s = self._policy.backoff_s(self._deaths_in_a_row)
+        self._say(f"{self.service.name} {problem}; starting it again in {backoff_s:g} s (log: {self._log.path})")
+        await asyncio.sleep(backoff_s)
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after stop_timeout_s."""
@@ -127,11 +149,20 @@ class SupervisedService:
         return self._process
 
     async def _until_ready(self, process: ChildProcess) -> str | None:
-        """None when ready; when the process ends first, how."""
-        while process.returncode is None:
-            if await asyncio.to_thread(self.service.probe) is None:
-                return None
-            await asyncio.sleep(PROBE_EVERY_S)
+        """None when ready, else why not: the process ended first, or was killed here because it took too long."""
+        last: str | None = "not probed"
+        try:
+            async with asyncio.timeout(self.service.ready_timeout_s):
+                while process.returncode is None:
+                    last = await asyncio.to_thread(self.service.probe)
+                    if last is None:
+                        self._ready_since_s = asyncio.get_running_loop().time()
+                        return None
+                    await asyncio.sleep(PROBE_EVERY_S)
+        except TimeoutError:
+            self.kill()
+            await process.wait()
+            return f"was not ready within {self.service.ready_timeout_s:g} s: {last}"
         return describe_exit(process.returncode) + " before it was ready"
 
     def _failed(self, problem: str) -> ServiceFailed:

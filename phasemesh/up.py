@@ -12,12 +12,11 @@ from typing import NoReturn
 from phasemesh import models, redis_server
 from phasemesh.client import ApiError, Client, Generation
 from phasemesh.guard import Guard, running_guard
-from phasemesh.keys import first_key
-from phasemesh.ports import require_free
 from phasemesh.progress import Progress
-from phasemesh.stack import Stack, owns_redis, plan_stack, worker_threads
+from phasemesh.stack import Stack, owns_redis, plan_stack, require_ports, worker_threads
 from phasemesh.state import ServiceState, StackState, StateDir, start_ticks
 from phasemesh.supervisor import Service, SupervisedService, stop_in_order
+from wire.api_keys import first_api_key
 from wire.config import LauncherConfig, SchedulerConfig, load
 from wire.errors import ConfigInvalid, MeshError
 
@@ -36,8 +35,7 @@ def up(config: LauncherConfig, environ: Mapping[str, str], say: Callable[[str], 
     load(SchedulerConfig, environ)  # its variables are checked here, not first by a child
     state = StateDir.of(config)
     with state.owned():
-        if config.gateway.port:
-            require_free(config.gateway.host, config.gateway.port)
+        require_ports(config)
         if owns_redis(config, environ):
             redis_server.find_server()
         else:
@@ -98,7 +96,7 @@ class _Launcher:
         async with asyncio.TaskGroup() as starting:
             for service in (self._stack.scheduler, *self._stack.workers, self._stack.gateway):
                 starting.create_task(self._start(service, tg))
-        client = Client(self._stack.gateway_url, first_key(self._config.gateway.api_keys))
+        client = Client(self._stack.gateway_url, first_api_key(self._config.gateway.api_keys))
         model = await asyncio.to_thread(self._ask_once, client)
         self._say(self._welcome(model))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -41,8 +42,12 @@ class Patience:
 
 
 def decoded(members: Any) -> list[str]:
-    """Members of a set, as text; redis-py types them by everything a reply may be."""
-    return [member.decode() for member in members]
+    """Members of a set, as text; one that is not UTF-8 is none of ours. redis-py types them by everything there is."""
+    names = []
+    for member in members:
+        with suppress(UnicodeDecodeError):
+            names.append(member.decode())
+    return names
 
 
 async def ensure_groups(redis: Redis, streams: list[str]) -> None:

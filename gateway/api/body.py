@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from aiohttp import hdrs, web
 
-import gateway
 from gateway.api.json_body import parse_object
 from gateway.errors import ERROR_CODE, error_response
+from wire.child import importing_as_we_do
 from wire.errors import InvalidRequest, MeshError, Overloaded, RequestTooLarge
 
 INLINE_BYTES = 512 * 1024
@@ -77,12 +75,11 @@ class BodyReader:
 
 
 async def _parse_elsewhere(raw: bytes) -> dict[str, Any]:
-    import_root = str(Path(gateway.__path__[0]).parent)
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gateway.api.json_process"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([import_root, os.environ.get("PYTHONPATH", "")])},
+        env=importing_as_we_do(),
         start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which drains
     )
     try:

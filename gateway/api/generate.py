@@ -69,13 +69,14 @@ async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
         operation=endpoint.operation,
         model=parts.model_name,
         route=request.path,
+        request_id=response_id,
         traceparent=request.headers.get("traceparent", ""),
     )
     with telemetry, parts.running.request():
         tenant = parts.keys.tenant_of(request)
         asked = endpoint.read(await parts.bodies.read_object(request))
         options = asked.options
-        telemetry.asked(options, response_id, tenant.name)
+        telemetry.asked(options, tenant.name)
         check_model(options.model, parts)
         card = parts.require_cell()
         options.check_token_ids(card.vocab_size)

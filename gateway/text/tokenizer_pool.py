@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import gateway
 from gateway.text.tokenizer import Tokenizer, to_utf8
 from gateway.text.tokenizer_process import REPLY, REQUEST
+from wire.child import importing_as_we_do
 from wire.entries import unpack_tokens
 from wire.errors import ContextLengthExceeded, Overloaded, Unavailable
 
@@ -170,12 +169,11 @@ class _TokenizerProcess:
         await child.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        import_path = [str(Path(gateway.__path__[0]).parent), os.environ.get("PYTHONPATH")]
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "gateway.text.tokenizer_process", str(self._model_dir.resolve())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, import_path))},
+            env=importing_as_we_do(),
             start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which drains and then stops this child
         )

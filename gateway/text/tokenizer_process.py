@@ -8,20 +8,17 @@ Frames over stdin and stdout, little-endian; whoever closes a pipe ends the conv
 
 from __future__ import annotations
 
-import ctypes
-import signal
 import struct
 import sys
 from pathlib import Path
 from typing import BinaryIO
 
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
+from wire.child import die_with_parent
 from wire.entries import pack_tokens
 
 REQUEST = struct.Struct("<QQ?")
 REPLY = struct.Struct("<Q")
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def serve(tokenizer: Tokenizer, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -38,12 +35,6 @@ def serve(tokenizer: Tokenizer, requests: BinaryIO, replies: BinaryIO) -> None:
         replies.flush()
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent is gone, even in the middle of a text. Elsewhere than on Linux, stdin's end must do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_parent()  # even in the middle of a text; elsewhere than on Linux, the end of stdin must do
     serve(load_tokenizer(Path(sys.argv[1])), sys.stdin.buffer, sys.stdout.buffer)

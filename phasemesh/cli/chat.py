@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from phasemesh.cli.options import Subparsers, add_command, add_option
 from phasemesh.client import Client, Generation
-from phasemesh.keys import first_key
 from phasemesh.state import StateDir
+from wire.api_keys import first_api_key
 from wire.config import ClientConfig, GatewayConfig, LauncherConfig, load
 
 CHAT = """\
@@ -35,7 +35,8 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = load(ClientConfig, environ)
     launcher = load(LauncherConfig, environ)
-    client = Client(config.url or _local_url(launcher, environ), config.api_key or first_key(launcher.gateway.api_keys))
+    api_key = config.api_key or first_api_key(launcher.gateway.api_keys)
+    client = Client(config.url or _local_url(launcher, environ), api_key)
     generation = Generation(max_tokens=config.max_tokens, temperature=config.temperature)
     try:
         for piece in client.chat(client.model(), arguments.question, generation):

@@ -13,8 +13,7 @@ from functools import partial
 
 from phasemesh import models, redis_server
 from phasemesh.cli.options import Subparsers, add_command, add_option
-from phasemesh.ports import require_free
-from phasemesh.stack import owns_redis
+from phasemesh.stack import owns_redis, require_ports
 from phasemesh.state import StateDir
 from wire.config import CellConfig, GatewayConfig, LauncherConfig, ModelConfig, load
 from wire.errors import ConfigInvalid, MeshError
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
         "python": _python,
         "torch": partial(_torch, config),
         "redis": partial(_redis, config, environ),
-        "port": partial(_port, config),
+        "ports": partial(_ports, config),
         "model": partial(_model, config),
     }
     problems = 0
@@ -111,15 +110,16 @@ def _redis(config: LauncherConfig, environ: Mapping[str, str]) -> str:
     return "answers PING"
 
 
-def _port(config: LauncherConfig) -> str:
+def _ports(config: LauncherConfig) -> str:
     stack = StateDir.of(config).running()
     if stack:
         return f"a stack already serves {stack.gateway_url} (`phasemesh status`)"
     try:
-        require_free(config.gateway.host, config.gateway.port)
+        require_ports(config)
     except ConfigInvalid as error:
-        raise Problem(error.message, "`phasemesh status` shows a stack of yours; --port takes another port") from None
-    return f"{config.gateway.port} on {config.gateway.host} is free"
+        raise Problem(error.message, "`phasemesh status` shows a stack of yours") from None
+    gateway = f"{config.gateway.port} on {config.gateway.host}" if config.gateway.port else "any"
+    return f"{gateway} for the gateway, and free ones for the other services"
 
 
 def _model(config: LauncherConfig) -> str:

@@ -53,15 +53,21 @@ def test_help_lists_every_command_and_the_first_steps() -> None:
     assert "first steps:" in said
 
 
-def test_every_option_is_a_variable() -> None:
-    arguments = build_parser().parse_args(["up", "--port", "9000", "--model", "m", "--weight-dtype", "float32"])
-    assert set(arguments.flags) <= known_variables()
-    assert overlay(arguments, {"PHASEMESH_PORT": "1", "HOME": "/"}) == {
-        "PHASEMESH_PORT": "9000",
-        "PHASEMESH_MODEL": "m",
-        "PHASEMESH_WEIGHT_DTYPE": "float32",
-        "HOME": "/",
-    }
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("up", ()), ("down", ()), ("status", ()), ("chat", ("Hello",)), ("doctor", ()), ("models", ("list",))],
+)
+def test_every_option_is_a_variable(command: str, words: tuple[str, ...]) -> None:
+    parser = build_parser()
+    arguments = parser.parse_args([command, *words])
+    own = set(vars(arguments)) - {"handler", "flags", "question", "action", "name"}
+    assert own == set(arguments.flags) <= known_variables()
+    for variable, flag in arguments.flags.items():
+        value = "9"
+        assert overlay(parser.parse_args([command, *words, flag, value]), {variable: "1", "HOME": "/"}) == {
+            variable: value,
+            "HOME": "/",
+        }
 
 
 @pytest.mark.parametrize("command", [("status",), ("chat", "hello"), ("--help",), ("models", "list")])
@@ -136,7 +142,7 @@ def test_doctor_finds_nothing_wrong_here(smollm2_dir: Path, tmp_path: Path) -> N
         "python",
         "torch",
         "redis",
-        "port",
+        "ports",
         "model",
     ]
 
@@ -154,8 +160,22 @@ def test_doctor_says_what_to_do_about_each_problem(tmp_path: Path) -> None:
         done = phasemesh("doctor", environ=environ)
     assert done.returncode == 1
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert failed == ["torch", "redis", "port", "model"]
+    assert failed == ["torch", "redis", "ports", "model"]
     assert done.stdout.count("→") == len(failed)
+
+
+def test_doctor_looks_at_every_port_that_is_configured(smollm2_dir: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        environ = {
+            "PHASEMESH_STATE_DIR": str(tmp_path),
+            "PHASEMESH_PORT": str(free_port(set())),
+            "PHASEMESH_WORKER_PORT": str(port),
+            "PHASEMESH_MODEL": str(smollm2_dir),
+        }
+        done = phasemesh("doctor", environ=environ)
+    assert done.returncode == 1
+    assert f"FAIL  ports   port {port} on 127.0.0.1 is in use; choose another with PHASEMESH_WORKER_PORT" in done.stdout
 
 
 def test_the_table_in_the_readme_is_that_of_the_code() -> None:

@@ -18,12 +18,11 @@ from urllib.error import URLError
 import pytest
 
 from observability.probe import probe
-from phasemesh import supervisor
-from phasemesh.child import dying_with_us
 from phasemesh.guard import Guard, running_guard
 from phasemesh.ports import free_port
 from phasemesh.state import start_ticks, wait_for_exit
-from phasemesh.supervisor import Service, ServiceFailed, SupervisedService, stop_in_order
+from phasemesh.supervisor import RestartPolicy, Service, ServiceFailed, SupervisedService, stop_in_order
+from wire.child import dying_with_us
 
 TINY = str(Path(__file__).with_name("tiny_service.py"))
 LAUNCHER = """
@@ -40,6 +39,8 @@ async def main():
 asyncio.run(main())
 """
 TIMEOUT_S = 10.0
+USUAL = RestartPolicy()
+QUICK = RestartPolicy(max_deaths=3, first_backoff_s=0.01)
 
 
 @pytest.fixture
@@ -79,8 +80,10 @@ class Console:
                 await self._news.wait()
 
 
-def supervise(service: Service, guard: Guard, logs: Path, console: Console) -> SupervisedService:
-    return SupervisedService(service, guard=guard, logs=logs, say=console.say, on_change=lambda: None)
+def supervise(
+    service: Service, guard: Guard, logs: Path, console: Console, policy: RestartPolicy = USUAL
+) -> SupervisedService:
+    return SupervisedService(service, guard=guard, logs=logs, say=console.say, on_change=lambda: None, policy=policy)
 
 
 def crash(port: int) -> None:
@@ -106,36 +109,88 @@ async def test_a_service_that_dies_is_named_and_restarted(guard: Guard, tmp_path
     await supervised.stop()
 
 
-async def test_a_service_that_keeps_dying_ends_the_supervision(
-    guard: Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.01)
-    port, console = free_port(set()), Console()
-    supervised = supervise(tiny(port), guard, tmp_path, console)
+async def crash_whenever_ready(port: int, console: Console) -> None:
+    while True:
+        await asyncio.to_thread(crash, port)
+        await console.until("is ready again")
+        console.lines.clear()
+
+
+async def supervision_ends(supervised: SupervisedService, port: int, console: Console) -> ServiceFailed:
+    """Start it and crash it whenever it is ready, until the supervisor has enough."""
     await supervised.start()
+    crashing = asyncio.create_task(crash_whenever_ready(port, console))
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(ServiceFailed) as failure:
+            await supervised.keep_running()
+    crashing.cancel()
+    await asyncio.wait([crashing])
+    await supervised.stop()
+    return failure.value
 
-    async def crash_whenever_ready() -> None:
-        for deaths in range(1, supervisor.MAX_DEATHS + 1):
-            await asyncio.to_thread(crash, port)
-            if deaths < supervisor.MAX_DEATHS:
-                await console.until("is ready again")
-                console.lines.clear()
 
-    with pytest.raises(ExceptionGroup) as failure:
-        async with asyncio.TaskGroup() as tg:
-            tg.create_task(supervised.keep_running())
-            tg.create_task(crash_whenever_ready())
-    (error,) = failure.value.exceptions
-    assert isinstance(error, ServiceFailed)
-    assert f"tiny-{port} ended with exit status 3, the 5th time within 60 s" in error.message
+async def test_a_service_that_keeps_dying_ends_the_supervision(guard: Guard, tmp_path: Path) -> None:
+    port, console = free_port(set()), Console()
+    supervised = supervise(tiny(port), guard, tmp_path, console, QUICK)
+    error = await supervision_ends(supervised, port, console)
+    assert f"tiny-{port} ended with exit status 3 (failure 3 in a row)" in error.message
     assert "about to crash" in error.message
+    assert supervised.restarts == 2
+
+
+async def test_a_service_that_dies_before_it_is_ready_again_ends_the_supervision_however_long_it_takes(
+    guard: Guard, tmp_path: Path
+) -> None:
+    """Longer than it would have to be ready for to be well: time that it spends on dying is not that."""
+    policy = RestartPolicy(max_deaths=3, first_backoff_s=0.01, settled_s=0.1)
+    port, console, doomed = free_port(set()), Console(), tmp_path / "doomed"
+    supervised = supervise(tiny(port, "--dies-late-if", str(doomed)), guard, tmp_path, console, policy)
+    await supervised.start()
+    doomed.touch()
+    await asyncio.to_thread(crash, port)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(ServiceFailed, match=r"ended with exit status 4 before it was ready \(failure 3 in a row\)"):
+            await supervised.keep_running()
     await supervised.stop()
 
 
-async def test_the_backoff_doubles(guard: Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.01)
+async def test_a_service_that_was_well_for_a_while_has_all_its_restarts_again(guard: Guard, tmp_path: Path) -> None:
+    policy = RestartPolicy(max_deaths=2, first_backoff_s=0.01, settled_s=0.1)
     port, console = free_port(set()), Console()
-    supervised = supervise(tiny(port), guard, tmp_path, console)
+    supervised = supervise(tiny(port), guard, tmp_path, console, policy)
+    await supervised.start()
+    async with asyncio.TaskGroup() as tg:
+        keeper = tg.create_task(supervised.keep_running())
+        for _ in range(2 * policy.max_deaths):
+            await asyncio.sleep(1.5 * policy.settled_s)  # what is under test: it is well for so long
+            await asyncio.to_thread(crash, port)
+            await console.until("is ready again")
+            console.lines.clear()
+        keeper.cancel()
+    await supervised.stop()
+
+
+async def test_a_service_that_is_not_ready_in_time_after_a_restart_is_named_killed_and_started_again(
+    guard: Guard, tmp_path: Path
+) -> None:
+    port, console, unwell = free_port(set()), Console(), tmp_path / "unwell"
+    service = tiny(port, "--not-ready-if", str(unwell), ready_timeout_s=1.0)
+    supervised = supervise(service, guard, tmp_path, console, QUICK)
+    await supervised.start()
+    unwell.touch()
+    await asyncio.to_thread(crash, port)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(ServiceFailed, match=r"was not ready within 1 s: .*503.* \(failure 3 in a row\)"):
+            await supervised.keep_running()
+    assert any("was not ready within 1 s" in line and "starting it again" in line for line in console.lines)
+    assert supervised.process is not None
+    assert supervised.process.returncode == -signal.SIGKILL
+    await supervised.stop()
+
+
+async def test_the_backoff_doubles(guard: Guard, tmp_path: Path) -> None:
+    port, console = free_port(set()), Console()
+    supervised = supervise(tiny(port), guard, tmp_path, console, RestartPolicy(first_backoff_s=0.01))
     await supervised.start()
     async with asyncio.TaskGroup() as tg:
         keeper = tg.create_task(supervised.keep_running())

@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 
 from observability.probe import probe
+from phasemesh import redis_server
 from phasemesh.ports import free_port
 from phasemesh.state import StackState, StateDir, wait_for_exit
+from tests.redis_fixture import redis_url
+
+__all__ = ["redis_url"]
 
 CLI = (sys.executable, "-m", "phasemesh")
 READY_TIMEOUT_S = 90.0
@@ -161,6 +165,45 @@ def test_up_names_the_service_that_cannot_start_and_stops_the_others(tmp_path: P
     assert re.search(r"^phasemesh: \S+ ended with exit status \d before it was ready; the end of", said, re.MULTILINE)
     assert "Traceback" not in said
     assert running.state.running() is None
+
+
+def test_up_ends_when_a_service_keeps_dying_and_names_it(smollm2_dir: Path, tmp_path: Path) -> None:
+    """The weights are damaged behind a running worker's back: it cannot load them again after its death."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in smollm2_dir.iterdir():
+        (model / file.name).symlink_to(file)
+    running = Up(tmp_path / "state", model)
+    try:
+        running.until_said("Ctrl-C stops it.")
+        pids = [s.pid for s in running.stack().services]
+        (model / "model.safetensors").unlink()
+        with (smollm2_dir / "model.safetensors").open("rb") as whole:
+            (model / "model.safetensors").write_bytes(whole.read(1 << 20))
+        os.kill(running.pid_of("worker-1"), signal.SIGKILL)
+        assert running.process.wait(READY_TIMEOUT_S) == 1
+    finally:
+        running.process.kill()
+        running.process.wait()
+    said = running.console.read_text()
+    assert "phasemesh: worker-1 ended with exit status 1 before it was ready (failure 5 in a row)" in said
+    assert "Traceback" not in said
+    assert running.state.running() is None
+    for pid in pids:
+        assert pid is not None and wait_for_exit(pid, TIMEOUT_S)
+
+
+def test_a_redis_that_is_named_is_used_and_left_running(redis_url: str, smollm2_dir: Path, tmp_path: Path) -> None:
+    running = Up(tmp_path / "state", smollm2_dir, "--redis-url", redis_url)
+    try:
+        running.until_said("Ctrl-C stops it.")
+        assert [s.name for s in running.stack().services if s.name == "redis"] == []
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(TIMEOUT_S) == 0
+    finally:
+        running.process.kill()
+        running.process.wait()
+    assert redis_server.ping(redis_url) is None
 
 
 def test_no_service_outlives_a_killed_launcher(smollm2_dir: Path, tmp_path: Path) -> None:

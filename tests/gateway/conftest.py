@@ -22,10 +22,10 @@ from gateway.redis_link import open_redis
 from gateway.text.tokenizer import Tokenizer, load_tokenizer
 from observability.tracing import NullTracer, Tracer
 from tests.gateway.scripted_scheduler import Script, ScriptedScheduler, silent
-from tests.redis_fixture import redis_server, redis_url
+from tests.redis_fixture import durable_redis_server, redis_url
 from wire.config import CellConfig, GatewayConfig, ModelConfig
 
-__all__ = ["redis_server", "redis_url"]
+__all__ = ["durable_redis_server", "redis_url"]
 
 
 @dataclass

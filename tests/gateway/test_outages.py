@@ -114,28 +114,28 @@ async def test_a_terminal_that_only_the_journal_has_is_found(
 
 
 async def test_a_gateway_that_starts_without_redis_serves_when_it_is_there(
-    redis_server: RedisServer, smollm2_dir: Path, tokenizer: Tokenizer
+    durable_redis_server: RedisServer, smollm2_dir: Path, tokenizer: Tokenizer
 ) -> None:
-    async with open_stack(redis_server.url, smollm2_dir, tokenizer, saying([2]), {}) as stack:
-        redis_server.kill()
+    async with open_stack(durable_redis_server.url, smollm2_dir, tokenizer, saying([2]), {}) as stack:
+        durable_redis_server.kill()
         assert await until_health(stack, 503) == "Redis is away"
         assert await refused(stack) == "Redis is away"
-        redis_server.start()
+        durable_redis_server.start()
         await until_health(stack, 200)
         assert (await stack.complete())[0] == 200
 
 
 async def test_a_stream_goes_on_over_a_restart_of_redis(
-    redis_server: RedisServer, smollm2_dir: Path, tokenizer: Tokenizer
+    durable_redis_server: RedisServer, smollm2_dir: Path, tokenizer: Tokenizer
 ) -> None:
-    async with open_stack(redis_server.url, smollm2_dir, tokenizer, silent, {}) as stack:
+    async with open_stack(durable_redis_server.url, smollm2_dir, tokenizer, silent, {}) as stack:
         output = stack.encode("One two three four")
         answer = asyncio.create_task(stack.complete())
         entry = await stack.scheduler.arrived.get()
         await stack.scheduler.say(entry, output[:2])
-        redis_server.kill()
+        durable_redis_server.kill()
         await until_health(stack, 503)
-        redis_server.start()
+        durable_redis_server.start()
         await until_health(stack, 200)
         await stack.scheduler.say(entry, output)  # a scheduler publishes its last seconds again
         await stack.scheduler.end(entry, len(output))
@@ -173,15 +173,15 @@ async def test_a_request_that_redis_lost_is_added_again(
 
 
 async def test_without_redis_running_requests_end_after_the_grace(
-    redis_server: RedisServer, smollm2_dir: Path, tokenizer: Tokenizer
+    durable_redis_server: RedisServer, smollm2_dir: Path, tokenizer: Tokenizer
 ) -> None:
-    async with open_stack(redis_server.url, smollm2_dir, tokenizer, silent, {}, mesh_grace_s=0.5) as stack:
+    async with open_stack(durable_redis_server.url, smollm2_dir, tokenizer, silent, {}, mesh_grace_s=0.5) as stack:
         answer = asyncio.create_task(stack.complete())
         entry = await stack.scheduler.arrived.get()
-        redis_server.kill()
+        durable_redis_server.kill()
         async with asyncio.timeout(5):
             status, body = await answer
         assert (status, body["error"]["message"]) == (503, "Redis is away")
-        redis_server.start()
+        durable_redis_server.start()
         async with asyncio.timeout(5):  # its cancel waited for Redis
             assert (await stack.scheduler.cancelled.get()).request_id == entry.request_id

@@ -1,5 +1,5 @@
 """Fixtures of the worker's tests."""
 
-from tests.redis_fixture import redis_server, redis_url
+from tests.redis_fixture import durable_redis_server, redis_url
 
-__all__ = ["redis_server", "redis_url"]
+__all__ = ["durable_redis_server", "redis_url"]

@@ -26,9 +26,9 @@ ENTRY = WorkerEntry(WorkerId("w1"), "127.0.0.1:4242", 7, 1234)
 
 
 @pytest.fixture
-async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
+async def redis(durable_redis_server: RedisServer) -> AsyncIterator[Redis]:
     """The test's own client."""
-    async with Redis.from_url(redis_server.url) as client:
+    async with Redis.from_url(durable_redis_server.url) as client:
         yield client
 
 
@@ -73,9 +73,9 @@ async def stored_entry(redis: Redis) -> WorkerEntry:
 
 
 async def test_a_worker_is_found_with_a_lease_and_gone_after_a_clean_stop(
-    redis: Redis, redis_server: RedisServer
+    redis: Redis, durable_redis_server: RedisServer
 ) -> None:
-    async with registered(redis_server, constant()):
+    async with registered(durable_redis_server, constant()):
         await until(lambda: is_listed(redis))
         assert await lapses_at(redis) == pytest.approx(time.time() + keys.WORKER_LEASE_TTL_S, abs=2.0)
         assert await stored_entry(redis) == ENTRY
@@ -83,7 +83,9 @@ async def test_a_worker_is_found_with_a_lease_and_gone_after_a_clean_stop(
     assert await redis.keys("*") == []
 
 
-async def test_heartbeats_renew_the_lease_and_carry_a_new_epoch(redis: Redis, redis_server: RedisServer) -> None:
+async def test_heartbeats_renew_the_lease_and_carry_a_new_epoch(
+    redis: Redis, durable_redis_server: RedisServer
+) -> None:
     def epochs() -> Iterator[WorkerEntry]:
         epoch = 7
         while True:
@@ -93,35 +95,37 @@ async def test_heartbeats_renew_the_lease_and_carry_a_new_epoch(redis: Redis, re
     async def in_epoch_8() -> bool:
         return (await stored_entry(redis)).epoch == 8
 
-    async with registered(redis_server, epochs()):
+    async with registered(durable_redis_server, epochs()):
         await until(lambda: is_listed(redis))
         first = await lapses_at(redis)
         await until(in_epoch_8)
         assert await lapses_at(redis) >= first + keys.HEARTBEAT_S
 
 
-async def test_registration_outlives_redis(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_registration_outlives_redis(durable_redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "gpu_worker.registration")
 
     async def logged(message: str) -> bool:
         return message in caplog.text
 
-    async with registered(redis_server, constant()) as metrics:
-        async with Redis.from_url(redis_server.url) as redis:
+    async with registered(durable_redis_server, constant()) as metrics:
+        async with Redis.from_url(durable_redis_server.url) as redis:
             await until(lambda: is_listed(redis))
             before = await lapses_at(redis)
-        redis_server.kill()
+        durable_redis_server.kill()
         await until(lambda: logged("Redis is away"))
-        redis_server.start()
+        durable_redis_server.start()
         await until(lambda: logged("Redis is back"))
-        async with Redis.from_url(redis_server.url) as redis:
+        async with Redis.from_url(durable_redis_server.url) as redis:
             assert await lapses_at(redis) > before
     assert metrics.registry.get_sample_value("phasemesh_redis_reconnects_total") == 1
 
 
-async def test_a_clean_stop_does_not_wait_for_a_redis_that_is_away(redis: Redis, redis_server: RedisServer) -> None:
-    async with registered(redis_server, constant()):
+async def test_a_clean_stop_does_not_wait_for_a_redis_that_is_away(
+    redis: Redis, durable_redis_server: RedisServer
+) -> None:
+    async with registered(durable_redis_server, constant()):
         await until(lambda: is_listed(redis))
-        redis_server.kill()
+        durable_redis_server.kill()
         stopping = time.monotonic()
     assert time.monotonic() - stopping < 2.0
