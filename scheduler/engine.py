@@ -33,7 +33,7 @@ from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, OUTPUT_WEIG
 from scheduler.policy.placement import Placement, choose, fits_ever, place
 from scheduler.policy.tie_breaker import TieBreaker
 from scheduler.request_book import RequestBook
-from scheduler.sequence import LiveRequest, SeqState, Sequence
+from scheduler.sequence import MAX_FAULTS, LiveRequest, SeqState, Sequence
 from scheduler.stats import EngineStats, PrefillRate, WorkerStats
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
@@ -42,9 +42,6 @@ from wire.errors import ContextLengthExceeded, KVCapacityExceeded, MeshError, St
 from wire.ids import Fence, SeqId, WorkerId
 from wire.plan import ModelCard, PageCopy, Progress, Release, StepReport
 from wire.sampling import FinishReason
-
-MAX_FAULTS = 3
-"""Failed steps and dead workers a request may live through; one that was there each time may be their cause."""
 
 
 class Engine:
@@ -240,7 +237,12 @@ class Engine:
             self._num_displaced += 1
             seq.request.timeline.worker_lost_s.append(self._now)
             self._requeue(seq)
-        for request in {id(seq.request): seq.request for seq in worker.running.values()}.values():
+        self._blame(list({id(seq.request): seq.request for seq in worker.running.values()}.values()), error)
+
+    def _blame(self, present: list[LiveRequest], error: MeshError) -> None:
+        """Somebody present may be the cause: a suspect if there was one, else anybody."""
+        suspects = [request for request in present if request.is_suspect]
+        for request in suspects or present:
             request.faults += 1
             if request.faults >= MAX_FAULTS:
                 self._end_request(request, FinishReason.ERROR, error)
@@ -329,6 +331,7 @@ class Engine:
         if not tokens:
             return True
         seq.tokens += tokens
+        request.faults = 0
         self._queue.charge(seq, OUTPUT_WEIGHT * len(tokens))
         if request.timeline.first_token_s is None:
             request.timeline.first_token_s = self._now

@@ -98,6 +98,12 @@ class Sequence:
         self.num_dispatched = self.prefill_end = self.num_computed = 0
 
 
+SUSPECT_FAULTS = 2
+"""Faults in a row that make a request a suspect: it runs apart from other suspects, so that the culprit is found."""
+MAX_FAULTS = 3
+"""Faults in a row that end a request."""
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """A request without a terminal, and what is counted about it."""
@@ -111,4 +117,8 @@ class LiveRequest:
     timeline: Timeline = field(default_factory=lambda: Timeline(arrived_s=0.0))
     stalled_since_s: float | None = None
     faults: int = 0
-    """Steps that failed and workers that died under it."""
+    """Steps that failed and workers that died under it since its last token."""
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.faults >= SUSPECT_FAULTS

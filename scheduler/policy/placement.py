@@ -54,6 +54,8 @@ def place(seq: Sequence, worker: WorkerView, config: BatchingConfig) -> Placemen
     """What admitting the sequence on this worker now would take; None when there is no room now."""
     if worker.admission_barrier is not None or len(worker.running) >= max_running(config):
         return None
+    if seq.request.is_suspect and any(other.request.is_suspect for other in worker.running.values()):
+        return None
     if worker.queued_prefill_tokens >= config.step_token_budget or not fits_ever(seq, worker):
         return None
     shared, source, num_cached = _reusable(seq, worker)

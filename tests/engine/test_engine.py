@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from scheduler.commands import DispatchPlan, FinishRequest
-from scheduler.engine import MAX_FAULTS
 from scheduler.events import (
     CancelRequested,
     ChoiceProgress,
@@ -18,6 +17,7 @@ from scheduler.events import (
     WorkerDown,
     WorkerUp,
 )
+from scheduler.sequence import MAX_FAULTS
 from tests.engine.driver import Driver, make_request
 from tests.engine.paged_worker import EOS, PagedWorker, expected_output
 from wire.ids import PlanId, RequestId
@@ -217,6 +217,47 @@ def test_a_request_that_fails_every_step_is_ended_and_others_go_on() -> None:
     driver.arrive("next", prompt(10), 5)
     driver.run()
     assert driver.finished["next"].terminal.error_code is None
+
+
+def test_the_request_that_fails_its_steps_is_found_among_many() -> None:
+    driver = Driver(pages=64, step_token_budget=256)
+    names = [f"good{i}" for i in range(8)]
+    for index, name in enumerate(names):
+        driver.arrive(name, prompt(20, index), 30)
+    driver.arrive("poison", prompt(20, 99), 30)
+    epoch = 1
+    while "poison" not in driver.finished:
+        worker = driver.worker
+        poisoned = any(c.start and c.start.request_id == "poison" for plan in worker.plans for c in plan.prefill_chunks)
+        if not poisoned:
+            driver.step()
+            continue
+        epoch += 1
+        report = StepReport(worker.plans[0].plan_id, 0, True, [], failure="boom")
+        fresh = PagedWorker("w0", 64, 16, driver.config.step_token_budget, epoch=epoch)
+        driver.workers[worker.info.worker_id] = fresh
+        driver.feed(StepReported(worker.info.worker_id, worker.info.epoch, report))
+        driver.feed(WorkerUp(fresh.info, []))
+    driver.run()
+    assert driver.finished["poison"].terminal.error_code == "step_failed"
+    for index, name in enumerate(names):
+        assert driver.finished[name].terminal.error_code is None
+        assert driver.outputs[f"{name}/0"] == expected_output(prompt(20, index), make_request("x", [2], 30).sampling)
+
+
+def test_a_request_that_makes_progress_outlives_any_number_of_lost_workers() -> None:
+    driver = Driver(pages=64)
+    driver.arrive("r", prompt(10), 30)
+    for _ in range(2 * MAX_FAULTS):
+        driver.step()
+        driver.step()
+        worker = driver.worker
+        driver.feed(WorkerDown(worker.info.worker_id, worker.info.epoch, "restarted"))
+        worker.reconnect()
+        driver.feed(WorkerUp(worker.info, worker.residents()))
+    driver.run()
+    assert driver.finished["r"].terminal.error_code is None
+    assert driver.outputs["r/0"] == expected_output(prompt(10), make_request("x", [2], 30).sampling)
 
 
 def test_a_successor_continues_from_what_was_published() -> None:
