@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from gateway.api import generate, models
-from gateway.errors import ERROR_CODE, error_middleware
+from gateway.errors import CLIENT_LEFT, ERROR_CODE, error_middleware
 from gateway.parts import PARTS, Parts
 from gateway.telemetry import CLIENT_LEFT_STATUS
 from observability.health_server import health_routes
@@ -25,7 +25,8 @@ async def count_middleware(request: web.Request, handler: Handler) -> web.Stream
     except asyncio.CancelledError:
         metrics.requests.labels(route, str(CLIENT_LEFT_STATUS)).inc()
         raise
-    metrics.requests.labels(route, str(response.status)).inc()
+    status = CLIENT_LEFT_STATUS if CLIENT_LEFT in request else response.status
+    metrics.requests.labels(route, str(status)).inc()
     if ERROR_CODE in request:
         metrics.rejections.labels(request[ERROR_CODE]).inc()
     return response

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
-from gateway.redis_link import REDIS_ERRORS
+from gateway.redis_link import REDIS_ERRORS, refused
 from wire import keys
 from wire.entries import CellCard
 from wire.errors import EntryMalformed, MeshError, Unavailable
@@ -58,8 +58,9 @@ class CellWatch:
                 pipe.zadd(keys.gateways(self._cell), lease)
                 raw, _ = await pipe.execute()
         except REDIS_ERRORS as error:
-            log.debug("cell card: %s", error)
-            self.card, self.problem = None, "Redis is away"
+            problem = "Redis refuses this gateway's commands" if refused(error) else "Redis is away"
+            log.log(logging.DEBUG if problem == self.problem else logging.WARNING, "cell card: %s", error)
+            self.card, self.problem = None, problem
             return
         try:
             self.card = CellCard.decode(raw) if raw else None

@@ -15,6 +15,8 @@ log = logging.getLogger("gateway.http")
 
 ERROR_CODE = web.RequestKey("error_code", str)
 """Set on a request that was answered with an error, also in mid-stream."""
+CLIENT_LEFT = web.RequestKey("client_left", bool)
+"""Set on a request whose client did not wait for its answer, whatever the status that was on its way."""
 
 
 class RouteNotFound(InvalidRequest):
@@ -25,6 +27,16 @@ class RouteNotFound(InvalidRequest):
 class MethodNotAllowed(InvalidRequest):
     code = "method_not_allowed"
     http_status = 405
+
+
+class BodyTooSlow(InvalidRequest):
+    code = "request_timeout"
+    http_status = 408
+
+
+class UnsupportedMediaType(InvalidRequest):
+    code = "unsupported_media_type"
+    http_status = 415
 
 
 class ExpectationFailed(InvalidRequest):
@@ -48,6 +60,8 @@ def error_response(error: MeshError) -> web.Response:
     response = web.json_response(error_body(error), status=error.http_status)
     if isinstance(error, (Overloaded, Unavailable)):
         response.headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
+    if isinstance(error, BodyTooSlow):
+        response.force_close()
     return response
 
 

@@ -15,6 +15,7 @@ from gateway.api.body import BodyReader
 from gateway.app import build_app
 from gateway.auth import ApiKeys
 from gateway.cell import CellWatch
+from gateway.http_log import quiet_server_log
 from gateway.mesh import Mesh
 from gateway.parts import Parts, TextSide
 from gateway.redis_link import REDIS_ERRORS, open_redis
@@ -37,6 +38,11 @@ GOODBYE_S = 1.0
 """How long a stopping gateway tries to send its last cancels, and lets its last answers out."""
 LINGER_S = 5.0
 """How long the rest of a refused body is read and thrown away, so that the client gets to read its answer."""
+IDLE_S = 75.0
+"""How long a connection may stay without a complete request header; longer than the proxies before us keep theirs
+(nginx and AWS's balancers 60 s), for they must be the ones that hang up."""
+BACKLOG = 1024
+"""Connections of a burst that wait to be accepted; of those beyond, Linux drops the first packet, which costs 1 s."""
 
 
 @asynccontextmanager
@@ -51,10 +57,11 @@ async def open_parts(config: GatewayConfig, gateway_id: GatewayId, tracer: Trace
     async with (
         TokenizerPool(tokenizer, model_dir, config.tokenizer_processes) as pool,
         open_redis(url) as redis,
+        open_redis(url) as submit_redis,
         open_redis(url) as blocking_redis,
         asyncio.TaskGroup() as tasks,
     ):
-        mesh = Mesh(redis, config.cell.cell, config.max_live_requests, metrics)
+        mesh = Mesh(redis, submit_redis, config.cell.cell, config.max_live_requests, metrics)
         parts = Parts(
             gateway_id=gateway_id,
             model_name=model_name,
@@ -104,12 +111,14 @@ async def serve(config: GatewayConfig, tracer: Tracer) -> AsyncIterator[tuple[Pa
                 build_app(parts, max_body_bytes=config.max_body_mb * 2**20),
                 handler_cancellation=True,  # a client that leaves cancels its handler, and that the mesh's work
                 access_log=logging.getLogger("gateway.access") if debug else None,
+                logger=quiet_server_log(),
+                keepalive_timeout=IDLE_S,
                 lingering_time=LINGER_S,
                 shutdown_timeout=GOODBYE_S,
             )
             await runner.setup()
             try:
-                await web.SockSite(runner, listener).start()
+                await web.SockSite(runner, listener, backlog=BACKLOG).start()
                 log.info("%s serves %r on http://%s:%d", gateway_id, parts.model_name, config.host, port)
                 yield parts, port
             finally:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from gateway.redis_link import REDIS_ERRORS
+from gateway.redis_link import REDIS_ERRORS, refused
 from observability.metrics import GatewayMetrics
 from wire import keys
 from wire.entries import CancelEntry, RequestEntry
@@ -24,6 +24,11 @@ RETRY_S = 0.25
 CANCEL_BATCH = 256
 NO_LIMIT = 2**31
 MIN_RETRY_AFTER_S = 1.0
+MAX_SUBMITTING = 8
+"""Submits on their way to Redis at once, each over a connection of its own. Redis runs one at a time anyway, and a
+burst that opened hundreds of connections would look like an outage: to redis-py's pool, and by its timeouts."""
+SUBMIT_WAIT_S = 10.0
+"""Longest wait for one of those connections: only a Redis that hangs makes it so long."""
 
 # All requests of one HTTP request get in, or none. A request already in the journal is left alone: adding is
 # idempotent by id.
@@ -47,8 +52,13 @@ return 1
 class Mesh:
     """Submits and cancels requests in one cell."""
 
-    def __init__(self, redis: Redis, cell: str, max_live_requests: int, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, redis: Redis, submit_redis: Redis, cell: str, max_live_requests: int, metrics: GatewayMetrics
+    ) -> None:
+        """`submit_redis` carries what comes in bursts, `redis` all that must not wait behind it."""
         self._redis = redis
+        self._submit_redis = submit_redis
+        self._submitting = asyncio.Semaphore(MAX_SUBMITTING)
         self._cell = cell
         self._max_live_requests = max_live_requests
         self._metrics = metrics
@@ -68,32 +78,42 @@ class Mesh:
     async def submit(self, entries: Sequence[RequestEntry], lane: str, *, predicted_drain_s: float) -> None:
         """Hand requests to the scheduler, all or none.
 
-        Raises Overloaded when the cell has no room for them, and Unavailable when Redis did not answer; they may
-        then have been added nevertheless, so the caller cancels them.
+        Raises Overloaded when the cell has no room for them, and Unavailable when Redis did not answer or refused;
+        they may then have been added nevertheless, so the caller cancels them.
         """
+        await self._wait_for_turn()
         try:
-            admitted = await self._run_submit(entries, lane, self._max_live_requests)
+            admitted = await self._run_submit(self._submit_redis, entries, lane, self._max_live_requests)
         except REDIS_ERRORS as error:
             log.warning("submit failed: %s", error)
-            raise Unavailable("Redis is away") from error
+            raise Unavailable("Redis refused the request" if refused(error) else "Redis is away") from error
+        finally:
+            self._submitting.release()
         if not admitted:
             raise Overloaded(
                 f"{self._max_live_requests} requests are in the mesh already",
                 retry_after_s=max(MIN_RETRY_AFTER_S, predicted_drain_s),
             )
 
+    async def _wait_for_turn(self) -> None:
+        try:
+            async with asyncio.timeout(SUBMIT_WAIT_S):
+                await self._submitting.acquire()
+        except TimeoutError as error:
+            raise Unavailable("Redis does not keep up") from error
+
     async def resubmit(self, entry: RequestEntry, lane: str) -> None:
         """Add again what a restarted Redis may have lost; harmless if it did not. Raises redis-py's errors."""
-        await self._run_submit([entry], lane, NO_LIMIT)
+        await self._run_submit(self._redis, [entry], lane, NO_LIMIT)
 
-    async def _run_submit(self, entries: Sequence[RequestEntry], lane: str, limit: int) -> bool:
+    async def _run_submit(self, redis: Redis, entries: Sequence[RequestEntry], lane: str, limit: int) -> bool:
         names = [keys.live(self._cell), keys.requests(self._cell, lane)]
         args: list[bytes | str | int | float] = [limit, entries[0].gateway_id, lane]
         for entry in entries:
             names.append(keys.journal(self._cell, entry.request_id))
             fields = entry.encode()
             args += [entry.request_id, entry.arrived_unix_s, fields["v"], fields["body"], fields["prompt"]]
-        return bool(await self._submit(keys=names, args=args))
+        return bool(await self._submit(keys=names, args=args, client=redis))
 
     def cancel(self, entry: CancelEntry) -> None:
         """Queue a cancel and return at once: no cancelled handler has to wait for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from wire import redis_client
 
@@ -12,6 +12,11 @@ COMMAND_TIMEOUT_S = 2.0
 
 REDIS_ERRORS = (RedisError, OSError)
 """Redis is away, still loading, or out of memory: for a request all the same."""
+
+
+def refused(error: Exception) -> bool:
+    """Redis is there and answered with an error (a key of the wrong type, no memory left): waiting is no remedy."""
+    return isinstance(error, ResponseError)
 
 
 def open_redis(url: str) -> Redis:

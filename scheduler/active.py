@@ -69,6 +69,7 @@ class Tenure:
             clock=clock,
             tracer=tracer,
             model_known=self._arrivals.model_known,
+            is_idle=lambda: not pending.all() and not self._engine.stats().workers,
         )
         self._card = CellCardPublisher(redis, cell, lease, self._engine.stats, metrics)
         self._service = Service(

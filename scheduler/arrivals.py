@@ -21,6 +21,7 @@ from scheduler.terminals import Terminals
 from wire.entries import RequestEntry
 from wire.errors import InvalidRequest, Unavailable
 from wire.plan import ModelCard
+from wire.worker_codec import encode_sampling
 
 log = logging.getLogger(__name__)
 
@@ -115,4 +116,8 @@ class Arrivals:
             return f"prompt: token id {max(entry.prompt)} is not in the vocabulary of {self._vocab_size}"
         if entry.num_choices < 1 or entry.sampling.max_tokens < 1:
             return "n and max_tokens must be at least 1"
+        try:
+            encode_sampling(entry.sampling)
+        except (TypeError, ValueError) as error:
+            return f"sampling: {error}"
         return None

@@ -17,25 +17,25 @@ from scheduler.stats import EngineStats
 from wire import keys
 from wire.entries import CellCard
 from wire.ids import Fence, WorkerId
+from wire.plan import ModelCard
 
 log = logging.getLogger(__name__)
 
 PUBLISH_S: Final = 0.5
+NO_MODEL: Final = ModelCard("", "", "", vocab_size=0, max_model_len=0, eos_token_ids=(), kv_dtype="")
 
 # KEYS fence, card; ARGV our fence, ttl_ms, then field, value, … Returns 0 when fenced out.
 _PUBLISH: Final = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[2], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 return 1
 """
 
 
-def make_card(stats: EngineStats, fence: Fence) -> CellCard | None:
-    """None until a worker told which model the cell serves."""
-    model = stats.model
-    if model is None:
-        return None
+def make_card(stats: EngineStats, fence: Fence) -> CellCard:
+    """Until a worker told which model the cell serves, that is empty."""
+    model = stats.model or NO_MODEL
     return CellCard(
         model_name=model.name,
         model_revision=model.revision,
@@ -66,6 +66,13 @@ class CellCardPublisher:
         self._workers_changed.set()
 
     async def run(self) -> None:
+        """Publish for ever; a scheduler that is not active any more has no gauges."""
+        try:
+            await self._run()
+        finally:
+            self._gauges.clear()
+
+    async def _run(self) -> None:
         patience = Patience(log, "publishing the cell card")
         while True:
             self._workers_changed.clear()
@@ -81,12 +88,11 @@ class CellCardPublisher:
                 async with asyncio.timeout(PUBLISH_S):
                     await self._workers_changed.wait()
 
-    async def _publish(self, card: CellCard | None) -> None:
+    async def _publish(self, card: CellCard) -> None:
         """A refusal is the lease's business, who renews it notices as well."""
-        if card is not None:
-            fields = [part for pair in card.encode().items() for part in pair]
-            ttl_ms = int(keys.SCHEDULER_LEASE_TTL_S * 1000)
-            await self._redis.eval(_PUBLISH, 2, *self._keys, self._fence, ttl_ms, *fields)
+        fields = [part for pair in card.encode().items() for part in pair]
+        ttl_ms = int(keys.SCHEDULER_LEASE_TTL_S * 1000)
+        await self._redis.eval(_PUBLISH, 2, *self._keys, self._fence, ttl_ms, *fields)
 
 
 class _Gauges:
@@ -97,6 +103,7 @@ class _Gauges:
         self._preemptions = 0
         self._displaced = 0
         self._shown: set[WorkerId] = set()
+        self._model_name: str | None = None
 
     def show(self, stats: EngineStats) -> None:
         metrics = self._metrics
@@ -108,6 +115,9 @@ class _Gauges:
         if stats.model is None:
             return
         model = stats.model.name
+        if model != self._model_name:
+            self._clear_queues()
+            self._model_name = model
         metrics.requests_waiting.labels(model).set(stats.waiting)
         metrics.requests_running.labels(model).set(stats.running)
         metrics.preemptions.labels(model).inc(stats.preemptions - self._preemptions)
@@ -124,3 +134,15 @@ class _Gauges:
                 in_use=pages.in_use,
                 retiring=pages.retiring,
             )
+
+    def clear(self) -> None:
+        """Show nothing any more; counters stay."""
+        self._metrics.workers.set(0)
+        for worker_id in self._shown:
+            self._metrics.forget_worker(worker_id)
+        self._shown = set()
+        self._clear_queues()
+
+    def _clear_queues(self) -> None:
+        self._metrics.requests_waiting.clear()
+        self._metrics.requests_running.clear()

@@ -18,9 +18,10 @@ ScriptArgs: TypeAlias = list[bytes | str | int | float]
 FLUSH_TOKENS: Final = 16
 FLUSH_AFTER_S: Final = 1.0
 
+# A fence that is no string is none of ours: pcall.
 # KEYS fence, journal; ARGV our fence, then field, value, … Returns 0 when fenced out.
 APPEND: Final = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[2], unpack(ARGV, 2))
 return 1
 """
@@ -28,12 +29,22 @@ return 1
 # KEYS fence, journal, live, lane; ARGV our fence, group, entry id, request id, retention_s, then field, value, …
 # Running it twice changes nothing. Returns 0 when fenced out.
 END: Final = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[2], unpack(ARGV, 6))
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 redis.call('SREM', KEYS[3], ARGV[4])
 redis.call('XACK', KEYS[4], ARGV[2], ARGV[3])
 redis.call('XDEL', KEYS[4], ARGV[3])
+return 1
+"""
+
+# As END, but for the journal, and whatever the keys hold: for a request whose END was refused.
+# KEYS fence, live, lane; ARGV our fence, group, entry id, request id. Returns 0 when fenced out.
+REMOVE: Final = """
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.pcall('SREM', KEYS[2], ARGV[4])
+redis.pcall('XACK', KEYS[3], ARGV[2], ARGV[3])
+redis.pcall('XDEL', KEYS[3], ARGV[3])
 return 1
 """
 
@@ -52,14 +63,15 @@ class _Draft:
     outputs: dict[int, _Piece] = field(default_factory=dict)  # by choice
     finishes: dict[int, str] = field(default_factory=dict)
     num_tokens: int = 0
-    tail: bytes = b""
+    tail: bytes | None = None
 
     def fields(self) -> RedisFields:
         written: RedisFields = {
             output_field(choice, piece.position): pack_tokens(piece.tokens) for choice, piece in self.outputs.items()
         }
         written.update({finish_field(choice): value for choice, value in self.finishes.items()})
-        written[TAIL] = self.tail
+        if self.tail is not None:
+            written[TAIL] = self.tail
         return written
 
 
@@ -72,10 +84,11 @@ class JournalDrafts:
     def __init__(self) -> None:
         self._drafts: dict[RequestId, _Draft] = {}
 
-    def note(self, item: TokensReply | ChoiceReply, reply_id: bytes, now: float) -> None:
-        """Take an item that was published under reply_id."""
+    def note(self, item: TokensReply | ChoiceReply, reply_id: bytes | None, now: float) -> None:
+        """Take an item that was published under reply_id, or None: its gateway's stream refused it. It is ours all
+        the same: a piece has no gaps."""
         draft = self._drafts.setdefault(item.request_id, _Draft(since_s=now))
-        draft.tail = reply_id
+        draft.tail = reply_id or draft.tail
         match item:
             case TokensReply(_, choice, position, tokens):
                 piece = draft.outputs.setdefault(choice, _Piece(position, []))
@@ -124,6 +137,12 @@ def end_call(
     settings: ScriptArgs = [fence, keys.SCHEDULER_GROUP, entry_id, request_id, keys.JOURNAL_RETENTION_S]
     written = {**fields, TERMINAL: encode_terminal(fence, terminal)}
     return [END, len(key_names), *key_names, *settings, *_flat(written)]
+
+
+def remove_call(cell: str, fence: Fence, lane: str, entry_id: bytes, request_id: RequestId) -> ScriptArgs:
+    """Arguments of EVAL that remove a request from its lane and leave its journal alone."""
+    key_names = [keys.fence(cell), keys.live(cell), keys.requests(cell, lane)]
+    return [REMOVE, len(key_names), *key_names, fence, keys.SCHEDULER_GROUP, entry_id, request_id]
 
 
 def _flat(fields: RedisFields) -> ScriptArgs:

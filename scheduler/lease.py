@@ -18,16 +18,23 @@ log = logging.getLogger(__name__)
 POLL_S: Final = 0.25
 """A standby looks this often, and as soon as the lease it saw must lapse."""
 
-# The fence is above every earlier one even when Redis lost its data: it is at least the time in milliseconds.
+# The fence is above every earlier one even when Redis lost its data or holds junk, which is overwritten: it is at least
+# the time in milliseconds. Above 2^53 - 1 a script cannot count. A lease of our own is left from a fence that was lost.
 # KEYS lease, fence; ARGV holder, ttl_ms, highest fence we know. Returns {fence, 0} or {0, ms until it lapses}.
 _ACQUIRE: Final = """
-if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then
+local holder = redis.pcall('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then
   return {0, redis.call('PTTL', KEYS[1])}
 end
-local last = tonumber(redis.call('GET', KEYS[2]) or '0')
+local found = redis.pcall('GET', KEYS[2])
+local last = 0
+if type(found) == 'string' and #found <= 16 and string.find(found, '^%d+$') and tonumber(found) < 2^53 - 1 then
+  last = tonumber(found)
+end
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local fence = math.max(last, tonumber(ARGV[3]), now_ms) + 1
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 redis.call('SET', KEYS[2], string.format('%.0f', fence))
 return {fence, 0}
 """
@@ -35,8 +42,8 @@ return {fence, 0}
 # A lease that lapsed, or vanished with Redis's data, is taken up again if nobody was fenced in since.
 # KEYS lease, fence; ARGV holder, ttl_ms, our fence.
 _RENEW: Final = """
-local holder = redis.call('GET', KEYS[1])
-local fence = redis.call('GET', KEYS[2])
+local holder = redis.pcall('GET', KEYS[1])
+local fence = redis.pcall('GET', KEYS[2])
 if (holder and holder ~= ARGV[1]) or (fence and fence ~= ARGV[3]) then
   return 0
 end
@@ -47,7 +54,7 @@ return 1
 
 # KEYS lease; ARGV holder.
 _RELEASE: Final = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then
+if redis.pcall('GET', KEYS[1]) == ARGV[1] then
   return redis.call('DEL', KEYS[1])
 end
 return 0

@@ -3,7 +3,8 @@
     publish(), finish() ─▸ batch ─▸ XADD replies:<gateway> ─▸ journal drafts ─▸ APPEND scripts
                                                 └─▸ closings ─▸ END scripts
 
-Each arrow may fail and is tried again; every step is idempotent (readers drop what they have, by position). While
+Each arrow may fail and is tried again; every step is idempotent (readers drop what they have, by position). What Redis
+refuses because of its key is dropped instead: it costs one gateway or one request, and must not stop the others. While
 Redis is away the batch grows up to MAX_BUFFERED items, then the service waits, and the workers with it.
 """
 
@@ -22,10 +23,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from observability.metrics import SchedulerMetrics
 from scheduler.clock import Clock
-from scheduler.journal import JournalDrafts, append_call, end_call
+from scheduler.journal import JournalDrafts, append_call, end_call, remove_call
 from scheduler.lease import Lease
 from scheduler.pending import PendingRequest, PendingRequests
-from scheduler.redis_io import REDIS_ERRORS, Patience
+from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, execute_each
 from wire import keys
 from wire.entries import ReplyEntry, ReplyItem, TerminalReply
 from wire.errors import FenceLost
@@ -86,6 +87,7 @@ class Publisher:
         self._closings: list[_Closing] = []  # published, not yet closed
         self._discards: list[tuple[str, bytes]] = []
         self._sent: deque[_Sent] = deque()
+        self._refused = RefusedKeys(log)
         self._run_id: bytes | None = None
         self._redis_restarted = False
         self._work = asyncio.Event()
@@ -182,20 +184,24 @@ class Publisher:
                     self.drafts.note(item, reply_id, now)
         self._closings += batch.closings
         self._sending = None
-        self._remember(sent, now)
+        self._remember([entry for entry, reply_id in zip(sent, reply_ids, strict=True) if reply_id], now)
 
-    async def _xadd(self, entries: Sequence[_Sent]) -> list[bytes]:
-        """Ids of the new reply entries, in order."""
+    async def _xadd(self, entries: Sequence[_Sent]) -> list[bytes | None]:
+        """Ids of the new reply entries, in order; None for one that its gateway's stream refused."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for entry in entries:
                 stream = keys.replies(entry.gateway_id)
                 pipe.xadd(stream, entry.fields, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
                 pipe.expire(stream, keys.REPLIES_IDLE_TTL_S)
-            return list((await pipe.execute())[::2])
+            results = (await execute_each(pipe))[::2]
+        return [
+            None if self._refused.note(keys.replies(entry.gateway_id), result) else result
+            for entry, result in zip(entries, results, strict=True)
+        ]
 
     def _remember(self, sent: Sequence[_Sent], now: float) -> None:
         self._sent.extend(sent)
-        while self._sent[0].sent_s < now - REPUBLISH_S:
+        while self._sent and self._sent[0].sent_s < now - REPUBLISH_S:
             self._sent.popleft()
 
     async def _flush_journals(self) -> None:
@@ -203,13 +209,21 @@ class Publisher:
         due = [request_id for request_id in self.drafts.due(self._clock.now()) if request_id not in closing]
         for start in range(0, len(due), MAX_PIPELINE):
             part = due[start : start + MAX_PIPELINE]
-            await self._run_scripts([append_call(self._cell, self._fence, r, self.drafts.fields(r)) for r in part])
+            calls = [append_call(self._cell, self._fence, r, self.drafts.fields(r)) for r in part]
+            for request_id, result in zip(part, await self._run_scripts(calls), strict=True):
+                self._refused.note(keys.journal(self._cell, request_id), result)
             self._written(part)
 
     async def _close_requests(self) -> None:
         while self._closings:
             part = self._closings[:MAX_PIPELINE]
-            await self._run_scripts([self._end_call(closing) for closing in part])
+            results = await self._run_scripts([self._end_call(closing) for closing in part])
+            refused = [
+                closing
+                for closing, result in zip(part, results, strict=True)
+                if self._refused.note(keys.journal(self._cell, closing.terminal.request_id), result)
+            ]
+            await self._run_scripts([self._remove_call(closing) for closing in refused])
             self._written([closing.terminal.request_id for closing in part])
             del self._closings[: len(part)]
 
@@ -217,25 +231,35 @@ class Publisher:
         fields = self.drafts.fields(closing.terminal.request_id)
         return end_call(self._cell, self._fence, closing.lane, closing.entry_id, closing.terminal, fields)
 
+    def _remove_call(self, closing: _Closing) -> list[Any]:
+        return remove_call(self._cell, self._fence, closing.lane, closing.entry_id, closing.terminal.request_id)
+
     def _written(self, request_ids: Sequence[RequestId]) -> None:
         for request_id in request_ids:
             self.drafts.written(request_id)
 
-    async def _run_scripts(self, calls: Sequence[list[Any]]) -> None:
-        """Run fenced scripts. Raises FenceLost, or a Redis error when the fence is still ours: then try again."""
+    async def _run_scripts(self, calls: Sequence[list[Any]]) -> list[Any]:
+        """Run fenced scripts; results as of execute_each. Raises FenceLost, or a Redis error when the fence is still
+        ours: then try again."""
+        if not calls:
+            return []
         async with self._redis.pipeline(transaction=False) as pipe:
             for call in calls:
                 pipe.eval(*call)
-            accepted = await pipe.execute()
-        if not all(accepted):
+            results = await execute_each(pipe)
+        if 0 in results:
             await self._lease.confirm()
             raise RedisConnectionError("Redis had forgotten our fence")
+        return results
 
     async def _drop_discards(self) -> None:
         while self._discards:
             stream, entry_id = self._discards[0]
-            await self._redis.xack(stream, keys.SCHEDULER_GROUP, entry_id)
-            await self._redis.xdel(stream, entry_id)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.xack(stream, keys.SCHEDULER_GROUP, entry_id)
+                pipe.xdel(stream, entry_id)
+                for result in await execute_each(pipe):
+                    self._refused.note(stream, result)
             del self._discards[0]
 
     # -- a Redis that came back as another process -------------------------------------------------------------
@@ -272,10 +296,10 @@ class Publisher:
             for request in requests:
                 pipe.sadd(keys.live(self._cell), request.entry.request_id)
                 pipe.xrange(keys.requests(self._cell, request.lane), request.entry_id, request.entry_id)
-            found = (await pipe.execute())[1::2]
+            found = (await execute_each(pipe))[1::2]
         async with self._redis.pipeline(transaction=False) as pipe:
             for request, entry in zip(requests, found, strict=True):
-                if not entry:
+                if not entry:  # neither found nor refused
                     fields: Any = request.entry.encode()
                     pipe.xadd(keys.requests(self._cell, request.lane), fields)
-            await pipe.execute()
+            await execute_each(pipe)

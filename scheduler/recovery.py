@@ -3,12 +3,14 @@
     fence taken ─▸ pending entries ─▸ marker into every reply stream ─▸ journals ─▸ reply tails up to the marker
 
 Nothing an older scheduler writes behind our marker counts: gateways drop it, and its journal scripts are refused.
-So journal and tail together are exactly what was published.
+So journal and tail together are exactly what was published. A key that Redis or we cannot read costs what it held:
+its request is taken over without.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -21,9 +23,10 @@ from scheduler.events import ChoiceProgress
 from scheduler.intake import decode_request, read_pending
 from scheduler.pending import PendingRequest, PendingRequests
 from scheduler.publisher import Publisher
-from scheduler.redis_io import REDIS_ERRORS, Patience, decoded, ensure_groups
+from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, decoded, ensure_groups, execute_each
 from scheduler.terminals import Terminals
 from wire import keys
+from wire.body import U64
 from wire.entries import ChoiceReply, ReplyEntry, ReplyItem, RequestStats, TerminalReply, TokensReply
 from wire.errors import EntryMalformed
 from wire.ids import Fence, GatewayId, RequestId
@@ -59,7 +62,11 @@ class _Found:
         num_choices = self.request.entry.num_choices
         return [(choice, out) for choice, out in sorted(self.journal.outputs.items()) if 0 <= choice < num_choices]
 
-    def take_journal(self, journal: Journal) -> None:
+    def take_journal(self, raw: dict[bytes, bytes]) -> None:
+        """Raises EntryMalformed."""
+        journal = Journal.decode(raw)
+        if journal.tail is not None and not _is_stream_id(journal.tail):
+            raise EntryMalformed(f"journal: tail {journal.tail!r} is no id of a stream entry")
         self.journal = journal
         self.num_journaled = {choice: len(output.tokens) for choice, output in journal.outputs.items()}
 
@@ -129,6 +136,7 @@ class Recovery:
         self._terminals = terminals
         self._publisher = publisher
         self._clock = clock
+        self._refused = RefusedKeys(log)
 
     async def run(self) -> None:
         """Take over every request in flight. While Redis is away, tries on; nothing is handed on before all is read."""
@@ -143,7 +151,7 @@ class Recovery:
             await self._resume(one, markers[one.gateway_id])
         log.info("recovery done", extra={"requests": len(found)})
 
-    async def _read(self) -> tuple[list[_Found], dict[GatewayId, bytes]]:
+    async def _read(self) -> tuple[list[_Found], dict[GatewayId, bytes | None]]:
         found = await self._read_lanes()
         by_gateway: dict[GatewayId, list[_Found]] = {}
         for one in found:
@@ -151,7 +159,8 @@ class Recovery:
         markers = await self._write_markers(by_gateway)
         await self._read_journals(found)
         for gateway_id, ours in by_gateway.items():
-            await self._read_tail(gateway_id, {one.request_id: one for one in ours}, markers[gateway_id])
+            if (marker := markers[gateway_id]) is not None:
+                await self._read_tail(gateway_id, {one.request_id: one for one in ours}, marker)
         return found, markers
 
     async def _read_lanes(self) -> list[_Found]:
@@ -164,8 +173,9 @@ class Recovery:
                     found.append(_Found(request))
         return found
 
-    async def _write_markers(self, owners: Iterable[GatewayId]) -> dict[GatewayId, bytes]:
-        """Write our fence into the reply streams of live gateways and of those that own a request; ids by gateway."""
+    async def _write_markers(self, owners: Iterable[GatewayId]) -> dict[GatewayId, bytes | None]:
+        """Write our fence into the reply streams of live gateways and of those that own a request; ids by gateway,
+        None where the stream refused it."""
         live = await self._redis.zrangebyscore(keys.gateways(self._cell), self._clock.now(), "+inf")
         gateways = list({*owners, *map(GatewayId, decoded(live))})
         marker: Any = ReplyEntry(self._fence, []).encode()
@@ -173,7 +183,11 @@ class Recovery:
             for gateway_id in gateways:
                 pipe.xadd(keys.replies(gateway_id), marker, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
                 pipe.expire(keys.replies(gateway_id), keys.REPLIES_IDLE_TTL_S)
-            return dict(zip(gateways, (await pipe.execute())[::2], strict=True))
+            results = (await execute_each(pipe))[::2]
+        return {
+            gateway_id: None if self._refused.note(keys.replies(gateway_id), result) else result
+            for gateway_id, result in zip(gateways, results, strict=True)
+        }
 
     async def _read_journals(self, found: list[_Found]) -> None:
         for start in range(0, len(found), PAGE):
@@ -181,21 +195,26 @@ class Recovery:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for one in page:
                     pipe.hgetall(keys.journal(self._cell, one.request_id))
-                raws = await pipe.execute()
+                raws = await execute_each(pipe)
             for one, raw in zip(page, raws, strict=True):
+                if self._refused.note(keys.journal(self._cell, one.request_id), raw):
+                    continue
                 try:
-                    one.take_journal(Journal.decode(raw))
+                    one.take_journal(raw)
                 except EntryMalformed as error:
                     log.error("journal unreadable: %s", error.message, extra={"request_id": one.request_id})
 
     async def _read_tail(self, gateway_id: GatewayId, ours: dict[RequestId, _Found], marker: bytes) -> None:
+        stream = keys.replies(gateway_id)
         position = min((one.reads_from() for one in ours.values()), key=_id_order)
         highest = Fence(0)
         while True:
-            page = cast(
-                list[tuple[bytes, dict[bytes, bytes]]],
-                await self._redis.xrange(keys.replies(gateway_id), min=position, max=marker, count=PAGE),
-            )
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.xrange(stream, min=position, max=marker, count=PAGE)
+                [result] = await execute_each(pipe)
+            if self._refused.note(stream, result):
+                return
+            page = cast(list[tuple[bytes, dict[bytes, bytes]]], result)
             for entry_id, raw in page:
                 try:
                     entry = ReplyEntry.decode(raw)
@@ -212,7 +231,7 @@ class Recovery:
                 return
             position = b"(" + page[-1][0]
 
-    async def _resume(self, one: _Found, marker: bytes) -> None:
+    async def _resume(self, one: _Found, marker: bytes | None) -> None:
         """Go on with a request, or end it when all it lacks is its end."""
         for item in one.not_journaled():
             self._publisher.drafts.note(item, marker, self._clock.now())
@@ -226,6 +245,10 @@ class Recovery:
         else:
             self._pending.add(one.request)
             self._terminals.finish(terminal)
+
+
+def _is_stream_id(text: bytes) -> bool:
+    return re.fullmatch(rb"[0-9]{1,20}(-[0-9]{1,20})?", text) is not None and max(_id_order(text)) <= U64
 
 
 def _id_order(entry_id: bytes) -> tuple[int, int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from contextlib import suppress
 from typing import Any, Final
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 
 from wire import keys
@@ -18,6 +20,28 @@ BLOCK_MS: Final = 1000
 """Blocking reads return this often; well inside the client's timeout."""
 FIRST_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 1.0
+MAX_REFUSED_KEYS: Final = 1024
+_OF_THE_SERVER: Final = frozenset(
+    [
+        "LOADING",
+        "READONLY",
+        "MISCONF",
+        "OOM",
+        "NOREPLICAS",
+        "BUSY",
+        "NOAUTH",
+        "NOPERM",
+        "NOSCRIPT",
+        "EXECABORT",
+        "MASTERDOWN",
+        "CLUSTERDOWN",
+        "CROSSSLOT",
+        "TRYAGAIN",
+        "MOVED",
+        "ASK",
+    ]
+)
+"""Codes of errors that say nothing about the key of a command, and pass."""
 
 
 class Patience:
@@ -39,6 +63,44 @@ class Patience:
         if self._pause_s:
             self._log.info("%s works again", self._doing)
         self._pause_s = 0.0
+
+
+def is_of_its_key(error: ResponseError) -> bool:
+    """Whether Redis refused a command for what its key holds (WRONGTYPE, …): then so it does the next time."""
+    # Before Redis 7 the code of an error inside a script stands somewhere in the text.
+    return _OF_THE_SERVER.isdisjoint(re.findall("[A-Z]+", f"{error.status_code} {error}"))
+
+
+async def execute_each(pipe: Pipeline) -> list[Any]:
+    """Results of a pipeline's commands; a ResponseError is the result of one whose key is at fault.
+
+    Raises what concerns the server or the connection: then any part of it may be done or not.
+    """
+    results: list[Any] = await pipe.execute(raise_on_error=False)
+    for result in results:
+        if isinstance(result, ResponseError) and not is_of_its_key(result):
+            raise result
+    return results
+
+
+class RefusedKeys:
+    """Says once per key that Redis refuses our commands there, so that they are dropped."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._known: set[str] = set()
+
+    def note(self, key: str, result: Any) -> bool:
+        """Take one of execute_each's results; returns whether it is a refusal."""
+        if not isinstance(result, ResponseError):
+            self._known.discard(key)
+            return False
+        if key not in self._known:
+            if len(self._known) >= MAX_REFUSED_KEYS:
+                self._known.clear()  # full → forgotten, and said again
+            self._known.add(key)
+            self._log.error("Redis refuses %s, dropped: %s", key, result, extra={"key": key})
+        return True
 
 
 def decoded(members: Any) -> list[str]:

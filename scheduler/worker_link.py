@@ -62,7 +62,9 @@ class LinkOwner(Protocol):
         """Why this worker may not serve in the cell."""
         ...
 
-    async def worker_up(self, event: WorkerUp) -> None: ...
+    async def worker_up(self, event: WorkerUp) -> None:
+        """It may: told at once after refusal() said so, before anything else runs."""
+        ...
 
     async def fence_doubted(self) -> None:
         """A worker refused our fence. Raises FenceLost if it is right."""
@@ -162,8 +164,6 @@ class WorkerLink:
                 info = decode_hello((await _read(call, "hello")).hello)
                 if info.worker_id != self._entry.worker_id:
                     raise _SessionEnded(f"{self._entry.address} is worker {info.worker_id!r}")
-                if refusal := self._owner.refusal(info):
-                    raise _SessionEnded(refusal)
                 residents: list[PageUnits] = []
                 last = False
                 while not last:
@@ -172,6 +172,8 @@ class WorkerLink:
                     last = message.residents.last
         except TimeoutError as error:
             raise _SessionEnded(f"no Hello within {GREETING_TIMEOUT_S:g} s") from error
+        if refusal := self._owner.refusal(info):
+            raise _SessionEnded(refusal)
         return info, residents
 
     async def _exchange(self, call: Call, info: WorkerInfo) -> None:

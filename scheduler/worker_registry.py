@@ -28,7 +28,8 @@ POLL_S: Final = 0.25
 
 
 class WorkerRegistry:
-    """The links to a cell's workers. Everyone must serve the model of the first that came."""
+    """The links to a cell's workers. Everyone must serve the model of the first that came; only a cell without any
+    worker or request takes another."""
 
     def __init__(
         self,
@@ -41,12 +42,14 @@ class WorkerRegistry:
         clock: Clock,
         tracer: Tracer,
         model_known: Callable[[ModelCard], Awaitable[None]],
+        is_idle: Callable[[], bool],
     ) -> None:
         self._redis = redis
         self._cell = cell
         self._lease = lease
         self._clock = clock
         self._model_known = model_known
+        self._is_idle = is_idle
         self._model: ModelCard | None = None
         self._links: dict[WorkerId, WorkerLink] = {}
         self.fence = lease.fence
@@ -108,6 +111,8 @@ class WorkerRegistry:
     def refusal(self, info: WorkerInfo) -> str | None:
         if self._model is None or info.model == self._model:
             return None
+        if self._is_idle() and all(link.epoch is None for link in self._links.values()):
+            return None  # nothing is left of the model we served
         return f"refused: serves {info.model}, this cell serves {self._model}"
 
     async def worker_up(self, event: WorkerUp) -> None:
@@ -115,7 +120,10 @@ class WorkerRegistry:
             "worker up",
             extra={"worker": event.info.worker_id, "epoch": event.info.epoch, "residents": len(event.residents)},
         )
-        self._model = event.info.model
+        before, self._model = self._model, event.info.model
+        if before not in (None, self._model):
+            log.warning("the cell serves another model now: %s", self._model)
+            await self._model_known(self._model)  # waits for nothing: none is held
         await self.inbox.put(event)
         await self._model_known(event.info.model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import pickle
 import sys
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from gateway.api.json_body import parse_object
-from gateway.errors import ERROR_CODE, error_response
+from gateway.errors import ERROR_CODE, BodyTooSlow, UnsupportedMediaType, error_response
 from wire.child import importing_as_we_do
 from wire.errors import InvalidRequest, MeshError, Overloaded, RequestTooLarge
 
@@ -22,6 +23,10 @@ MAX_PROCESSES = 2
 MAX_WAITING = 32
 """Large bodies that wait for a process; more get 429."""
 PARSE_TIMEOUT_S = 30.0
+BODY_TIMEOUT_S = 60.0
+"""Longest time from a request's header to the end of its body."""
+_ENCODINGS = ("identity", "gzip", "deflate")
+"""Those that aiohttp undoes with nothing further installed."""
 
 
 class BodyReader:
@@ -35,13 +40,18 @@ class BodyReader:
     async def read_object(self, request: web.Request) -> dict[str, Any]:
         """The body's JSON object; long lists of integers may come as array('q').
 
-        Raises RequestTooLarge (at once if the headers say so), InvalidRequest, Overloaded.
+        Raises RequestTooLarge and UnsupportedMediaType (at once if the headers say so), BodyTooSlow, InvalidRequest,
+        Overloaded.
         """
         self._check_length(request)
+        _check_media(request)
         try:
-            raw = await request.read()
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise self._too_large() from error
+        except TimeoutError as error:
+            raise BodyTooSlow(f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from error
         if len(raw) <= INLINE_BYTES:
             return parse_object(raw)
         if self._num_waiting >= MAX_WAITING:
@@ -62,7 +72,8 @@ class BodyReader:
         except RequestTooLarge as error:
             request[ERROR_CODE] = error.code
             return error_response(error)
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        with suppress(ConnectionError):  # a client that has left: its handler is about to be cancelled
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
         return None
 
@@ -72,6 +83,20 @@ class BodyReader:
 
     def _too_large(self) -> RequestTooLarge:
         return RequestTooLarge(f"the body is larger than {self._max_bytes // 2**20} MiB")
+
+
+def _check_media(request: web.Request) -> None:
+    """Raises UnsupportedMediaType for a body that is not UTF-8 or is encoded in a way we do not know."""
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
+    if encoding.strip().lower() not in _ENCODINGS:
+        raise UnsupportedMediaType(f"Content-Encoding {encoding[:64]!r} is not one of {', '.join(_ENCODINGS)}")
+    charset = request.charset
+    try:
+        known = charset is None or codecs.lookup(charset).name in ("utf-8", "ascii")
+    except (LookupError, ValueError):
+        known = False
+    if not known:
+        raise UnsupportedMediaType(f"the body's charset must be utf-8, not {(charset or '')[:64]!r}")
 
 
 async def _parse_elsewhere(raw: bytes) -> dict[str, Any]:

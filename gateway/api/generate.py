@@ -16,7 +16,7 @@ from gateway.api.completions import read_completion
 from gateway.api.form import Asked, ChoiceText, Form, Head, encode
 from gateway.api.options import Options, usable_tokens
 from gateway.auth import Tenant
-from gateway.errors import ERROR_CODE, as_mesh_error, error_body
+from gateway.errors import CLIENT_LEFT, ERROR_CODE, as_mesh_error, error_body
 from gateway.generation import Generation, TextRules, open_generation
 from gateway.parts import PARTS, Parts
 from gateway.telemetry import Telemetry
@@ -175,23 +175,27 @@ async def _stream(
     """
     pieces = await generation.take(telemetry)
     response = web.StreamResponse(headers=SSE_HEADERS)
-    await response.prepare(request)
-    with request.app[PARTS].metrics.live_streams.track_inprogress():
-        try:
-            await _write(response, form.opening() + [form.chunk(piece) for piece in pieces])
-            while not generation.done:
-                await _write(response, [form.chunk(piece) for piece in await generation.take(telemetry)])
-            closing = [form.usage_chunk(generation.usage)] if include_usage else []
-            await _write(response, [*closing, "[DONE]"])
-            await response.write_eof()
-            telemetry.answered(generation.stats)
-        except ConnectionError:
-            telemetry.client_left()
-        except Exception as error:
-            known = as_mesh_error(error, request)
-            request[ERROR_CODE] = known.code
-            telemetry.failed(known)
-            await _write(response, [encode(error_body(known))])
+    try:
+        await response.prepare(request)
+        with request.app[PARTS].metrics.live_streams.track_inprogress():
+            try:
+                await _write(response, form.opening() + [form.chunk(piece) for piece in pieces])
+                while not generation.done:
+                    await _write(response, [form.chunk(piece) for piece in await generation.take(telemetry)])
+                closing = [form.usage_chunk(generation.usage)] if include_usage else []
+                await _write(response, [*closing, "[DONE]"])
+                await response.write_eof()
+                telemetry.answered(generation.stats)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                known = as_mesh_error(error, request)
+                request[ERROR_CODE] = known.code
+                telemetry.failed(known)
+                await _write(response, [encode(error_body(known))])
+    except ConnectionError:  # may come before the cancellation that a client's leaving causes
+        request[CLIENT_LEFT] = True
+        telemetry.client_left()
     return response
 
 

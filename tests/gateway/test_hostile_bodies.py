@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from tests.gateway.conftest import Stack, StackOpener
@@ -104,6 +105,34 @@ async def test_a_20_mb_prompt_delays_nobody(stack: Stack) -> None:
     watcher.cancel()
     # The client shares this loop and the machine two cores: what counts is that no parse (0.2 s and more) is in it.
     assert longest_s < 0.15
+
+
+def tokenizing() -> set[int]:
+    """Tokenizer processes of this one that are in the middle of a long text: some 150 bytes of memory for each byte."""
+    return {
+        child.pid
+        for child in psutil.Process().children()
+        if "gateway.text.tokenizer_process" in child.cmdline() and child.memory_info().rss > 400 * MIB
+    }
+
+
+async def test_a_20_mb_prompt_that_fits_is_tokenized_while_others_are_answered(new_stack: StackOpener) -> None:
+    """The context is so long that its length does not refuse it: it goes through the tokenizer, for many seconds."""
+    long = body(json.dumps("The quick brown fox jumps over 12,345 lazy dogs. " * 400_000))
+    async with new_stack(saying([5, 2]), card={"max_model_len": 2**26, "max_request_tokens": 2**26}) as stack:
+        unanswered = asyncio.create_task(stack.post_raw("/v1/completions", long))
+        async with asyncio.timeout(30):
+            while not (busy := tokenizing()):  # noqa: ASYNC110  # another process's state announces itself by no event
+                await asyncio.sleep(0.01)
+        for _ in range(20):
+            assert (await stack.complete("Hello"))[0] == 200
+        assert tokenizing() == busy  # the same process, with the same text
+        assert not unanswered.done()
+        arrived = [await stack.scheduler.arrived.get() for _ in range(20)]
+        assert stack.scheduler.arrived.empty()
+        assert all(len(entry.prompt) == 1 for entry in arrived)
+        unanswered.cancel()  # the rest takes 15 s and 3 GB
+        await asyncio.wait([unanswered])
 
 
 async def test_a_body_that_says_it_is_too_large_is_refused_unread(stack: Stack) -> None:

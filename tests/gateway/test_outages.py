@@ -185,3 +185,28 @@ async def test_without_redis_running_requests_end_after_the_grace(
         durable_redis_server.start()
         async with asyncio.timeout(5):  # its cancel waited for Redis
             assert (await stack.scheduler.cancelled.get()).request_id == entry.request_id
+
+
+async def test_a_live_set_of_the_wrong_type_is_not_called_an_outage(
+    new_stack: StackOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with new_stack(saying([2])) as stack:
+        live = keys.live(stack.scheduler.cell)
+        await stack.scheduler.redis.set(live, "x")
+        assert await refused(stack) == "Redis refused the request"
+        assert "WRONGTYPE" in caplog.text
+        assert (await stack.health())[0] == 200
+        await stack.scheduler.redis.delete(live)
+        assert (await stack.complete())[0] == 200
+
+
+async def test_a_lease_set_of_the_wrong_type_is_not_called_an_outage(
+    new_stack: StackOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with new_stack(saying([2])) as stack:
+        gateways = keys.gateways(stack.scheduler.cell)
+        await stack.scheduler.redis.set(gateways, "x")
+        assert await until_health(stack, 503) == "Redis refuses this gateway's commands"
+        assert "WRONGTYPE" in caplog.text
+        await stack.scheduler.redis.delete(gateways)
+        await until_health(stack, 200)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterator
 
 import pytest
 
 from observability import names
+from observability.logs import LineFormatter
 from observability.tracing import Tracer, setup_tracing
 from tests.gateway.conftest import Stack, StackOpener
 from tests.gateway.scripted_scheduler import ScriptedScheduler, saying
@@ -86,3 +89,42 @@ async def test_a_refused_request_is_no_fault_of_the_server(
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
+
+
+async def finished_line(caplog: pytest.LogCaptureFixture) -> str:
+    """The end of one request, as the log shows it: it may come a moment after the answer."""
+    async with asyncio.timeout(10):
+        while not (found := [r for r in caplog.records if r.name == "gateway.http"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (record,) = found
+    return LineFormatter("gateway", multiline_tracebacks=False).format(record)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+async def test_a_request_leaves_one_line_in_the_log(
+    traced: bool, new_stack: StackOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.http")
+    headers = {"traceparent": PARENT} if traced else {}
+    async with new_stack(saying([5, 2])) as stack:
+        body = {"model": "smollm2", "prompt": "Hi"}
+        async with stack.http.post(f"{stack.url}/v1/completions", json=body, headers=headers) as response:
+            answer = await response.json()
+        line = await finished_line(caplog)
+    assert f" request_id={answer['id']} status=200 prompt_tokens=1 output_tokens=2 ms=" in line
+    assert (f" trace_id={PARENT[3:35]}" in line) == ("trace_id" in line) == traced
+
+
+async def test_a_refused_request_and_one_whose_client_left_show_their_status(
+    new_stack: StackOpener, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gateway.http")
+    async with new_stack() as stack:
+        assert (await stack.complete(temperature=-1))[0] == 400
+        assert " status=400 " in await finished_line(caplog)
+        caplog.clear()
+        leaving = asyncio.create_task(stack.complete())
+        await stack.scheduler.arrived.get()
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert " status=499 prompt_tokens=1 output_tokens=0 " in await finished_line(caplog)

@@ -3,15 +3,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from prometheus_client import generate_latest
 
+from gateway.cell import CellWatch
 from kvstore.page_pool import PoolCounts
 from scheduler.cell_card import CellCardPublisher
 from scheduler.lease import Lease
 from scheduler.stats import EngineStats, WorkerStats
 from tests.engine.paged_worker import CARD
-from tests.scheduler_service.parts import CELL, Parts, until
+from tests.scheduler_service.parts import CELL, GATEWAY, Parts, until
 from wire import keys
 from wire.entries import CellCard
 from wire.ids import WorkerId
@@ -65,11 +67,15 @@ async def test_a_change_of_workers_is_published_at_once(parts: Parts) -> None:
         await until(lambda: shown.shows(0), timeout_s=0.3)
 
 
-async def test_without_a_model_there_is_no_card(parts: Parts) -> None:
+async def test_before_any_worker_has_come_the_card_says_that_none_is_up(parts: Parts) -> None:
     shown = Shown(parts, stats(0, model=None))
     async with shown.running():
-        await asyncio.sleep(0.1)
-        assert await shown.card() is None
+        await until(lambda: shown.shows(0))
+    card = await shown.card()
+    assert card is not None and card.model_name == "" and card.fence == parts.fence
+    watch = CellWatch(parts.redis, CELL, GATEWAY, "model", 10.0)
+    await watch.look()
+    assert watch.problem == "no worker is up"
 
 
 async def test_a_fenced_out_scheduler_leaves_the_card_alone(parts: Parts) -> None:
@@ -91,4 +97,25 @@ async def test_gauges_show_the_engine_and_forget_lost_workers(parts: Parts) -> N
         shown.now = stats(1)
         shown.publisher.workers_changed()
         await until(lambda: shown.shows(1))
-    assert 'worker="w1"' not in generate_latest(parts.metrics.registry).decode()
+        assert 'worker="w1"' not in generate_latest(parts.metrics.registry).decode()
+
+
+async def test_a_scheduler_that_is_not_active_any_more_has_no_gauges(parts: Parts) -> None:
+    shown = Shown(parts, stats(2))
+    async with shown.running():
+        await until(lambda: shown.shows(2))
+    scrape = generate_latest(parts.metrics.registry).decode()
+    assert "phasemesh_scheduler_workers 0.0" in scrape and 'worker="' not in scrape
+    assert "vllm:num_requests_waiting{" not in scrape and "vllm:num_requests_running{" not in scrape
+
+
+async def test_the_gauges_of_a_model_end_with_it(parts: Parts) -> None:
+    shown = Shown(parts, stats(1))
+    async with shown.running():
+        await until(lambda: shown.shows(1))
+        shown.now = stats(2, replace(CARD, name="next"))
+        shown.publisher.workers_changed()
+        await until(lambda: shown.shows(2))
+        scrape = generate_latest(parts.metrics.registry).decode()
+    assert 'requests_waiting{model_name="next"} 4.0' in scrape
+    assert 'requests_waiting{model_name="model"}' not in scrape

@@ -80,3 +80,30 @@ async def test_release_leaves_a_lease_of_another_alone(redis: Redis) -> None:
     await second.acquire()
     await first.release()
     await second.confirm()
+
+
+@pytest.mark.parametrize("junk", ["junk", "", "-1", "0x7fffffffffffffff", "1e400", "nan", "9" * 16, "9" * 30])
+async def test_a_fence_that_is_junk_is_overwritten_and_the_lease_taken_at_once(redis: Redis, junk: str) -> None:
+    before_ms = time.time() * 1000
+    await redis.set(keys.fence(CELL), junk)
+    ours = lease(redis, "ours")
+    fence = await asyncio.wait_for(ours.acquire(), TTL_S / 2)
+    assert before_ms <= fence <= time.time() * 1000 + 2
+    assert await redis.get(keys.fence(CELL)) == str(fence).encode()
+    await ours.confirm()
+
+
+async def test_a_fence_of_another_type_is_overwritten(redis: Redis) -> None:
+    await redis.lpush(keys.fence(CELL), "x")
+    ours = lease(redis, "ours")
+    await asyncio.wait_for(ours.acquire(), TTL_S / 2)
+    await ours.confirm()
+
+
+async def test_junk_in_the_fence_ends_the_tenure_and_the_holder_follows_itself_at_once(redis: Redis) -> None:
+    ours = lease(redis, "ours")
+    first = await ours.acquire()
+    await redis.set(keys.fence(CELL), "junk")
+    with pytest.raises(FenceLost):
+        await ours.confirm()
+    assert await asyncio.wait_for(ours.acquire(), TTL_S / 2) > first

@@ -154,3 +154,109 @@ async def test_flush_gives_up_when_redis_is_away(parts: Parts, redis_server: Red
     redis_server.kill()
     parts.publisher.publish(GATEWAY, tokens(0, 1))
     await asyncio.wait_for(parts.publisher.flush(1.0), 2)
+
+
+async def test_one_reply_stream_of_another_type_costs_its_gateway_only(
+    parts: Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    evil = GatewayId("evil")
+    await _pending_request(parts)
+    await parts.redis.set(keys.replies(evil), "x")
+    async with running(parts):
+        for position in range(2):
+            parts.publisher.publish(evil, TokensReply(RequestId("e"), 0, position, [9]))
+            parts.publisher.publish(GATEWAY, tokens(position, position))
+            await until(lambda position=position: _published(parts.redis, GATEWAY, position + 1))  # type: ignore[misc]
+        parts.terminals.finish(TerminalReply(R))
+        await until(lambda: is_closed(parts.redis, R))
+    assert caplog.text.count("Redis refuses replies:evil") == 1
+
+
+async def test_a_request_whose_reply_stream_is_refused_is_closed_with_all_its_output_in_the_journal(
+    parts: Parts,
+) -> None:
+    await _pending_request(parts)
+    parts.publisher.publish(GATEWAY, tokens(0, 1))
+    await parts.publisher.flush(5)
+    await parts.redis.rename(keys.replies(GATEWAY), "aside")
+    await parts.redis.set(keys.replies(GATEWAY), "x")
+    parts.publisher.publish(GATEWAY, tokens(1, 2))
+    await parts.publisher.flush(5)
+    await parts.redis.delete(keys.replies(GATEWAY))
+    parts.publisher.publish(GATEWAY, tokens(2, 3))
+    parts.terminals.finish(TerminalReply(R))
+    await parts.publisher.flush(5)
+    assert await is_closed(parts.redis, R)
+    assert (await journal_of(parts.redis, R)).output(0).tokens == [1, 2, 3]
+
+
+async def test_a_request_with_a_journal_of_another_type_is_removed_and_blocks_no_other(
+    parts: Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    evil, lane = request_entry("evil"), keys.requests(CELL, "interactive")
+    evil_id = await submit(parts.redis, evil)
+    parts.pending.add(PendingRequest(evil, "interactive", evil_id))
+    await parts.redis.set(keys.journal(CELL, evil.request_id), "x")
+    await _pending_request(parts)
+    async with running(parts):
+        for request_id in (evil.request_id, R):
+            parts.publisher.publish(GATEWAY, TokensReply(request_id, 0, 0, [7] * 16))  # journaled at once
+        await until(lambda: parts.redis.hexists(keys.journal(CELL, R), "tail"))
+        parts.terminals.finish(TerminalReply(evil.request_id))
+        parts.terminals.finish(TerminalReply(R))
+        await until(lambda: is_closed(parts.redis, R))
+    assert await parts.redis.xlen(lane) == 0 and await parts.redis.scard(keys.live(CELL)) == 0
+    assert await parts.redis.get(keys.journal(CELL, evil.request_id)) == b"x"
+    assert caplog.text.count("Redis refuses") == 1
+
+
+async def test_a_discard_that_redis_refuses_is_given_up(parts: Parts) -> None:
+    await parts.redis.set(keys.requests(CELL, "batch"), "x")
+    await _pending_request_in_interactive(parts)
+    parts.publisher.discard("batch", b"1-0")
+    async with running(parts):
+        parts.terminals.finish(TerminalReply(R))
+        await until(lambda: _is_unlisted(parts.redis))
+        parts.publisher.discard("interactive", await parts.redis.xadd(keys.requests(CELL, "interactive"), {"v": b"0"}))
+        await until(lambda: _is_unlisted(parts.redis))
+
+
+async def _pending_request_in_interactive(parts: Parts) -> None:
+    await ensure_groups(parts.redis, [keys.requests(CELL, "interactive")])
+    entry = request_entry(R)
+    parts.pending.add(PendingRequest(entry, "interactive", await submit(parts.redis, entry)))
+
+
+async def _is_unlisted(redis: Redis) -> bool:
+    return await redis.xlen(keys.requests(CELL, "interactive")) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "on", "off"), [("maxmemory", "1", "0"), ("min-replicas-to-write", "1", "0")], ids=["OOM", "NOREPLICAS"]
+)
+async def test_what_redis_refuses_for_its_own_state_is_tried_until_it_takes_it(
+    parts: Parts, setting: str, on: str, off: str
+) -> None:
+    await _pending_request(parts)
+    async with running(parts):
+        parts.publisher.publish(GATEWAY, tokens(0, 1))
+        await until(lambda: _published(parts.redis, GATEWAY, 1))
+        await parts.redis.config_set(setting, on)
+        await asyncio.sleep(1.2)  # the journal of the first token is due meanwhile
+        parts.publisher.publish(GATEWAY, tokens(1, 2))
+        parts.terminals.finish(TerminalReply(R))
+        await asyncio.sleep(0.2)
+        await parts.redis.config_set(setting, off)
+        await until(lambda: is_closed(parts.redis, R))
+    assert [i.tokens for i in await reply_items(parts.redis) if isinstance(i, TokensReply)] == [[1], [2]]
+    assert (await journal_of(parts.redis, R)).output(0).tokens == [1, 2]
+
+
+async def test_a_fence_of_another_type_is_a_lost_fence(parts: Parts) -> None:
+    await _pending_request(parts)
+    await parts.redis.delete(keys.fence(CELL))
+    await parts.redis.lpush(keys.fence(CELL), "x")
+    parts.terminals.finish(TerminalReply(R))
+    with pytest.raises(FenceLost):
+        await asyncio.wait_for(parts.publisher.run(), 5)
+    assert await parts.redis.sismember(keys.live(CELL), R)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -183,3 +184,62 @@ async def test_a_malformed_pending_entry_does_not_stop_recovery(parts: Parts, pr
     pending: Any = await parts.redis.xpending(lane, keys.SCHEDULER_GROUP)
     assert pending["pending"] == 1
     await until(lambda: parts.redis.sismember(keys.live(CELL), R))
+
+
+@pytest.fixture
+async def neighbour(parts: Parts) -> RequestId:
+    """Another gateway's request, in flight as well."""
+    await ensure_groups(parts.redis, [keys.requests(CELL, name) for name in keys.LANES])
+    entry = request_entry("neighbour", gateway_id=GatewayId("other"))
+    await submit(parts.redis, entry)
+    await parts.redis.xreadgroup(
+        keys.SCHEDULER_GROUP, keys.SCHEDULER_CONSUMER, {keys.requests(CELL, "interactive"): ">"}
+    )
+    await parts.redis.xadd(
+        keys.replies(entry.gateway_id),
+        ReplyEntry(OLD_FENCE, [TokensReply(entry.request_id, 0, 0, [8, 9])]).encode(),
+    )
+    return entry.request_id
+
+
+async def progress_of_all(parts: Parts) -> dict[RequestId, tuple[ChoiceProgress, ...]]:
+    await parts.know_model()
+    async with asyncio.timeout(5):
+        await parts.recovery.run()
+    return {e.request.request_id: e.progress for e in parts.events() if isinstance(e, RequestArrived)}
+
+
+async def test_a_journal_of_another_type_costs_its_own_request_only(
+    parts: Parts, predecessor: Predecessor, neighbour: RequestId
+) -> None:
+    await predecessor.read()
+    await predecessor.publish(tokens(0, 1))
+    await parts.redis.delete(keys.journal(CELL, R))
+    await parts.redis.set(keys.journal(CELL, R), "x")
+    progress = await progress_of_all(parts)
+    assert progress == {R: (ChoiceProgress(0, [1]),), neighbour: (ChoiceProgress(0, [8, 9]),)}
+
+
+@pytest.mark.parametrize("tail", [b"junk", b"1-x", b"", b"99999999999999999999-0"])
+async def test_a_journal_whose_tail_is_no_id_costs_its_own_request_only(
+    parts: Parts, predecessor: Predecessor, neighbour: RequestId, tail: bytes
+) -> None:
+    await predecessor.read()
+    await predecessor.publish(tokens(0, 1))
+    await predecessor.journal(**{TAIL: tail})
+    progress = await progress_of_all(parts)
+    assert progress == {R: (ChoiceProgress(0, [1]),), neighbour: (ChoiceProgress(0, [8, 9]),)}
+
+
+async def test_a_reply_stream_of_another_type_costs_its_own_requests_only(
+    parts: Parts, predecessor: Predecessor, neighbour: RequestId
+) -> None:
+    await predecessor.read()
+    await predecessor.journal(o_0_0=pack_tokens([1, 2]))
+    await parts.redis.set(keys.replies(GATEWAY), "x")
+    progress = await progress_of_all(parts)
+    assert progress == {R: (ChoiceProgress(0, [1, 2]),), neighbour: (ChoiceProgress(0, [8, 9]),)}
+    parts.terminals.finish(TerminalReply(R))
+    parts.terminals.finish(TerminalReply(neighbour))
+    await flushed(parts)
+    assert await is_closed(parts.redis, R) and await is_closed(parts.redis, neighbour)

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
@@ -17,13 +18,15 @@ from redis.asyncio import Redis
 from observability.metrics import SchedulerMetrics
 from observability.tracing import NullTracer
 from scheduler.__main__ import Scheduler
+from tests.engine.paged_worker import CARD
 from tests.redis_fixture import RedisServer, free_port
 from tests.scheduler_service.client import Gateway, gateway
-from tests.scheduler_service.parts import CELL, is_closed, request_entry, until
+from tests.scheduler_service.parts import CELL, is_closed, request_entry, submit, until
 from tests.scheduler_service.scripted_worker import ScriptedWorker, register, serve
 from wire import keys
 from wire.config import SchedulerConfig, load
 from wire.entries import CellCard
+from wire.ids import GatewayId
 from wire.redis_client import open_redis
 
 STEP_S = 0.005
@@ -92,7 +95,7 @@ async def test_requests_stream_and_end_and_leave_nothing(
     redis_server: RedisServer, redis: Redis, client: Gateway, worker: ScriptedWorker
 ) -> None:
     async with scheduler(redis_server) as running:
-        await until(lambda: redis.exists(keys.cell_card(CELL)))
+        await until(lambda: has_workers(redis, 1))
         assert running.not_ready is None
         names = [f"r{i}" for i in range(8)]
         lanes = ("interactive", "batch")
@@ -108,6 +111,43 @@ async def test_requests_stream_and_end_and_leave_nothing(
         card = CellCard.decode(await redis.hgetall(keys.cell_card(CELL)))  # type: ignore[arg-type]
     assert card.num_workers == 1 and card.model_name == "model"
     assert await redis.get(keys.lease(CELL)) is None, "released at the end"
+
+
+async def has_workers(redis: Redis, num_workers: int) -> bool:
+    card = await redis.hgetall(keys.cell_card(CELL))  # type: ignore[misc]
+    return bool(card) and CellCard.decode(card).num_workers == num_workers
+
+
+async def test_the_sole_worker_may_come_back_with_another_model(
+    redis_server: RedisServer, redis: Redis, client: Gateway
+) -> None:
+    port = free_port()
+    async with scheduler(redis_server):
+        async with serve(ScriptedWorker(step_s=STEP_S, epoch=1), port):
+            await register(redis, CELL, ScriptedWorkerAt(port, 1))
+            await (await client.submit(request_entry("before"))).finished_right()
+        await until(lambda: has_workers(redis, 0))
+        async with serve(ScriptedWorker(step_s=STEP_S, epoch=2, card=replace(CARD, name="next")), port):
+            await register(redis, CELL, ScriptedWorkerAt(port, 2))
+            await until(lambda: has_workers(redis, 1))
+            await (await client.submit(request_entry("after"))).finished_right()
+            card = CellCard.decode(await redis.hgetall(keys.cell_card(CELL)))  # type: ignore[arg-type]
+    assert card.model_name == "next"
+
+
+async def test_one_bad_reply_stream_stops_no_other(
+    redis_server: RedisServer, redis: Redis, client: Gateway, worker: ScriptedWorker
+) -> None:
+    evil = GatewayId("evil")
+    await redis.set(keys.replies(evil), "x")
+    async with scheduler(redis_server):
+        await submit(redis, request_entry("evil", gateway_id=evil))
+        await (await client.submit(request_entry("r"))).finished_right()
+        await all_quiet(redis, "evil", "r")
+    async with scheduler(redis_server):  # and recovery is not stopped either
+        await submit(redis, request_entry("evil2", gateway_id=evil))
+        await (await client.submit(request_entry("r2"))).finished_right()
+        await all_quiet(redis, "evil2", "r2")
 
 
 async def test_a_cancel_ends_a_request_within_a_quarter_of_a_second(

@@ -14,16 +14,18 @@ import pytest
 from observability.tracing import NullSpan, NullTracer, Span
 from scheduler import worker_link
 from scheduler.commands import DispatchPlan
-from scheduler.events import Event, StepReported, WorkerDown, WorkerUp
+from scheduler.events import Event, RequestArrived, StepReported, WorkerDown, WorkerUp
 from scheduler.lease import Lease
+from scheduler.pending import PendingRequest
 from scheduler.worker_registry import WorkerRegistry
 from tests.engine.paged_worker import CARD
 from tests.redis_fixture import RedisServer, free_port
-from tests.scheduler_service.parts import CELL, Parts, until
+from tests.scheduler_service.parts import CELL, Parts, request_entry, until
 from tests.scheduler_service.scripted_worker import ScriptedWorker, register, register_at, serve
 from wire import keys
+from wire.entries import TerminalReply
 from wire.errors import FenceLost
-from wire.ids import Epoch, PlanId, WorkerId
+from wire.ids import Epoch, PlanId, RequestId, WorkerId
 from wire.plan import StepPlan
 
 W1 = WorkerId("w1")
@@ -47,6 +49,7 @@ def build_registry(parts: Parts) -> WorkerRegistry:
         clock=parts.clock,
         tracer=FixedTracer(),
         model_known=parts.arrivals.model_known,
+        is_idle=lambda: not parts.pending.all(),
     )
 
 
@@ -166,6 +169,28 @@ async def test_a_worker_with_another_model_is_refused(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(parts.inbox.get(), 0.6)
     assert "refused: serves" in caplog.text and "r9" in caplog.text
+
+
+async def test_another_model_is_taken_once_no_worker_and_no_request_of_the_first_is_left(
+    parts: Parts, registry: WorkerRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, small = free_port(), replace(CARD, revision="r9", vocab_size=6)
+    await register_at(parts.redis, CELL, W1, f"127.0.0.1:{port}", 1)
+    async with serve(ScriptedWorker(epoch=1), port) as server:
+        await worker_up(parts)
+        await parts.arrivals.accept(PendingRequest(request_entry("first"), "interactive", b"1-0"))
+        await next_event(parts, RequestArrived)
+        await server.stop(None)
+        await worker_down(parts)
+    async with serve(ScriptedWorker(epoch=2, card=small), port):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(parts.inbox.get(), 0.6)
+        assert "refused: serves" in caplog.text
+        parts.terminals.finish(TerminalReply(RequestId("first")))
+        assert (await worker_up(parts)).info.model == small
+        await parts.arrivals.accept(PendingRequest(request_entry("next"), "interactive", b"2-0"))
+        assert parts.pending.all() == [], "token 8 is not in the new model's vocabulary"
+    assert "the cell serves another model now" in caplog.text
 
 
 @asynccontextmanager
