@@ -45,7 +45,6 @@ async def open_loop(
 
     async def one(target: int, index: int, due_s: float) -> None:
         nonlocal in_flight
-        in_flight += 1
         try:
             runs[target].outcomes.append(await send(target, index, due_s))
         finally:
@@ -62,8 +61,8 @@ async def open_loop(
                 now_s = clock()
                 runs[target].outcomes.append(Outcome(due_s, now_s, now_s, Result.DROPPED, "too many in flight"))
                 continue
+            in_flight += 1
             tasks.create_task(one(target, index, due_s))
-            await asyncio.sleep(0)  # it starts, and is counted, before the next
     for run in runs:
         if run.outcomes:
             run.duration_s = max(o.end_s for o in run.outcomes) - min(o.due_s for o in run.outcomes)

@@ -143,18 +143,24 @@ class StreamClient:
             reader = SseReader()
             finished = False
             async for chunk in answer.content.iter_any():
-                received_s = time.perf_counter()
-                for data in reader.feed(chunk):
-                    if data == DONE:
-                        finished = True
-                    elif not data:
-                        continue
-                    else:
-                        finished = _take(json.loads(data), received_s, outcome) or finished
+                finished = _take_all(reader.feed(chunk), outcome) or finished
                 if outcome.reason == ERROR_EVENT:
                     return
+            finished = _take_all(reader.feed(b"\n"), outcome) or finished  # a last line may lack its end
         if finished:  # some servers send no [DONE]; a finish_reason is as good
             outcome.result, outcome.reason = Result.OK, ""
+
+
+def _take_all(lines: Sequence[bytes], outcome: Outcome) -> bool:
+    """Note the events of one network read; True when they end the stream."""
+    received_s = time.perf_counter()
+    finished = False
+    for data in lines:
+        if data == DONE:
+            finished = True
+        elif data:
+            finished = _take(json.loads(data), received_s, outcome) or finished
+    return finished
 
 
 def _take(event: dict[str, Any], received_s: float, outcome: Outcome) -> bool:

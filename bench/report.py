@@ -67,14 +67,14 @@ def _latency(name: str, quantile: str) -> Callable[[Figures], float | None]:
     return get
 
 
-_COMPARED: dict[str, Callable[[Figures], float | None]] = {
-    **{f"{name}.{quantile}": _latency(name, quantile) for name in LATENCIES for quantile in QUANTILES},
+_RATES: dict[str, Callable[[Figures], float | None]] = {
     "output_tok_per_s": lambda f: f.output_tok_per_s,
     "total_tok_per_s": lambda f: f.total_tok_per_s,
     "requests_per_s": lambda f: f.requests_per_s,
     "goodput.requests_per_s": lambda f: None if f.goodput is None else f.goodput.requests_per_s,
     "prefix_hit_share": lambda f: f.prefix_hit_share,
 }
+_COMPARED = {f"{name}.{quantile}": _latency(name, quantile) for name in LATENCIES for quantile in QUANTILES} | _RATES
 
 
 def as_table(report: Report) -> str:
@@ -118,7 +118,7 @@ def _ratio_lines(found: dict[str, float | None]) -> list[str]:
     for name in LATENCIES:
         row = "".join(cell(f"{name}.{q}") for q in QUANTILES)
         lines.append(f"{name.removesuffix('_ms').upper():<6}" + row)
-    lines += [f"{name.replace('_per_s', '/s').replace('_', ' '):<24}{cell(name)}" for name in list(_COMPARED)[-5:]]
+    lines += [f"{name.replace('_per_s', '/s').replace('_', ' '):<24}{cell(name)}" for name in _RATES]
     return [*lines, ""]
 
 
