@@ -69,7 +69,11 @@ def judge(watch: LoopWatch, outcomes: Sequence[Outcome]) -> ClientHealth:
     if cpu_share > CPU_WARNING_SHARE:
         warnings.append(f"the client used {cpu_share:.0%} of its core: it was the bottleneck; lower the load")
     if lag_ms is not None and lag_ms.p99 > LAG_WARNING_MS:
-        warnings.append(f"the client's loop ran {lag_ms.p99:.0f} ms late (p99): latencies may be that much too long")
+        warnings.append(
+            f"the client's loop ran {lag_ms.p99:.0f} ms late (p99) with {cpu_share:.0%} of a core: "
+            "latencies may be that much too long; "
+            + ("lower the load" if cpu_share > CPU_WARNING_SHARE else "the machine is busy, run the client elsewhere")
+        )
     if late_ms is not None and late_ms.p99 > LATE_WARNING_MS:
         warnings.append(f"requests were sent {late_ms.p99:.0f} ms late (p99): the load was not what was asked")
     if dropped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +53,14 @@ def run_bench(config: BenchConfig, url: str, api_key: str | None, say: Say) -> R
     for target in targets:
         for request in (*workload.requests, *workload.warm_up):
             target.check(request)
+    _allow_many_connections()
     return uvloop.run(_run(config, targets, workload, load, say))
+
+
+def _allow_many_connections() -> None:
+    """As many open files as the process may have: each request in flight is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _workload(config: BenchConfig) -> Workload:

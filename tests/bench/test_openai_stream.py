@@ -95,6 +95,7 @@ async def test_a_finish_reason_ends_a_stream_that_has_no_done(client: StreamClie
         ([token("a"), event(error={"message": "worker lost"}), DONE], Result.ERROR, "error in the stream"),
         ([Send(b"data: {\n\n"), DONE], Result.ERROR, "malformed stream"),
         ([Send(b"data: []\n\n"), DONE], Result.ERROR, "malformed stream"),
+        ([event(choices=[], usage={"prompt_tokens": "many"}), DONE], Result.ERROR, "malformed stream"),
         ([event(choices=[3]), DONE], Result.ERROR, "malformed stream"),
     ],
 )
@@ -173,7 +174,7 @@ def test_a_root_may_be_written_as_clients_take_it(url: str) -> None:
     assert parse_target(url, "P") == Target("http://h:1")
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://h", "http://", ""])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://h", "http://", "http://h:99999", "http://[::1", ""])
 def test_what_is_not_a_url_is_refused_by_name(url: str) -> None:
     with pytest.raises(ConfigInvalid) as caught:
         parse_target(url, "P")
