@@ -24,6 +24,7 @@ TITLES = {
     "GatewayConfig": "Gateway",
     "LauncherConfig": "`phasemesh up`",
     "ClientConfig": "`phasemesh chat`",
+    "BenchConfig": "`phasemesh bench`",
 }
 
 

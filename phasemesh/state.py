@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import select
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -101,6 +101,12 @@ class StateDir:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise MeshError(f"{self._stack_json} is not readable: {error!r}") from error
         return stack if start_ticks(stack.pid) == stack.start_ticks else None
+
+
+def local_url(launcher: LauncherConfig, environ: Mapping[str, str]) -> str:
+    """Where the local gateway is: at a port that was named, else the running stack's, else the default."""
+    stack = None if environ.get("PHASEMESH_PORT") else StateDir.of(launcher).running()
+    return stack.gateway_url if stack else f"http://{launcher.gateway.host}:{launcher.gateway.port}"
 
 
 def start_ticks(pid: int) -> int | None:

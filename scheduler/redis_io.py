@@ -22,24 +22,8 @@ FIRST_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 1.0
 MAX_REFUSED_KEYS: Final = 1024
 _OF_THE_SERVER: Final = frozenset(
-    [
-        "LOADING",
-        "READONLY",
-        "MISCONF",
-        "OOM",
-        "NOREPLICAS",
-        "BUSY",
-        "NOAUTH",
-        "NOPERM",
-        "NOSCRIPT",
-        "EXECABORT",
-        "MASTERDOWN",
-        "CLUSTERDOWN",
-        "CROSSSLOT",
-        "TRYAGAIN",
-        "MOVED",
-        "ASK",
-    ]
+    {"LOADING", "READONLY", "MISCONF", "OOM", "NOREPLICAS", "BUSY", "NOAUTH", "NOPERM", "NOSCRIPT", "EXECABORT"}
+    | {"MASTERDOWN", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN", "MOVED", "ASK"}
 )
 """Codes of errors that say nothing about the key of a command, and pass."""
 

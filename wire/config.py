@@ -151,11 +151,42 @@ class ClientConfig:
     """`phasemesh chat`."""
 
     url: str | None = env(
-        "URL", None, "Gateway that `chat` asks; default: the running local stack's, else HOST and PORT."
+        "URL", None, "Server that `chat` and `bench` ask; default: the running local stack's, else HOST and PORT."
     )
-    api_key: str | None = env("API_KEY", None, "Key that `chat` sends; default: the first of API_KEYS.")
+    api_key: str | None = env("API_KEY", None, "Key that `chat` and `bench` send; default: the first of API_KEYS.")
     max_tokens: int | None = env("CHAT_MAX_TOKENS", None, "Longest answer of `chat`, in tokens.", minimum=1)
     temperature: float | None = env("CHAT_TEMPERATURE", None, "Sampling temperature of `chat`; 0 is greedy.", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """`phasemesh bench`."""
+
+    client: ClientConfig = field(default_factory=ClientConfig)
+    workload: str = env("BENCH_WORKLOAD", "chat", "What is asked: chat, rag, reasoning, agent, or a FILE.jsonl.")
+    rate: float | None = env("BENCH_RATE", None, "Open loop: requests per second, Poisson arrivals.", minimum=0)
+    concurrency: int | None = env("BENCH_CONCURRENCY", None, "Closed loop: clients.", minimum=1)
+    requests: int | None = env(
+        "BENCH_REQUESTS", None, "Measured requests; default: 100, or every line of the file.", minimum=1
+    )
+    warm_up: int = env("BENCH_WARM_UP", 2, "Requests sent first and not measured.", minimum=0)
+    model: str | None = env("BENCH_MODEL", None, "Model to ask; default: the first the server names.")
+    seed: int = env("BENCH_SEED", 0, "Seed of the workload and of the arrivals.", minimum=0)
+    scale: float = env("BENCH_SCALE", 1.0, "Multiplies every length of a synthetic workload.", minimum=0)
+    ignore_eos: bool = env(
+        "BENCH_IGNORE_EOS", True, "Send ignore_eos, so that outputs have their full length; off where it is refused."
+    )
+    slo_ttft_ms: float | None = env("BENCH_SLO_TTFT_MS", None, "Goodput: longest good TTFT.", minimum=0)
+    slo_itl_ms: float | None = env(
+        "BENCH_SLO_ITL_MS", None, "Goodput: longest good gap between tokens, for 99 % of a request's gaps.", minimum=0
+    )
+    max_in_flight: int = env(
+        "BENCH_MAX_IN_FLIGHT", 4096, "Open loop: a request that finds so many running is dropped, a miss.", minimum=1
+    )
+    timeout_s: float = env("BENCH_TIMEOUT_S", 600.0, "A request that takes longer is an error.", minimum=0.001)
+    json: str | None = env("BENCH_JSON", None, "Write the report to this file as JSON.")
+    compare: str | None = env("BENCH_COMPARE", None, "A second server, measured in the same run; ratios are printed.")
+    compare_api_key: str | None = env("BENCH_COMPARE_API_KEY", None, "Key sent to the second server.")
 
 
 CONFIGS: tuple[type[Any], ...] = (
@@ -167,6 +198,7 @@ CONFIGS: tuple[type[Any], ...] = (
     GatewayConfig,
     LauncherConfig,
     ClientConfig,
+    BenchConfig,
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from phasemesh.cli.options import Subparsers, add_command, add_option
 from phasemesh.client import Client, Generation
-from phasemesh.state import StateDir
+from phasemesh.state import local_url
 from wire.api_keys import first_api_key
 from wire.config import ClientConfig, GatewayConfig, LauncherConfig, load
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = load(ClientConfig, environ)
     launcher = load(LauncherConfig, environ)
     api_key = config.api_key or first_api_key(launcher.gateway.api_keys)
-    client = Client(config.url or _local_url(launcher, environ), api_key)
+    client = Client(config.url or local_url(launcher, environ), api_key)
     generation = Generation(max_tokens=config.max_tokens, temperature=config.temperature)
     try:
         for piece in client.chat(client.model(), arguments.question, generation):
@@ -44,9 +44,3 @@ def run(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     finally:
         print(flush=True)
     return 0
-
-
-def _local_url(launcher: LauncherConfig, environ: Mapping[str, str]) -> str:
-    """A port that was named, else the running stack's, else the default."""
-    stack = None if environ.get("PHASEMESH_PORT") else StateDir.of(launcher).running()
-    return stack.gateway_url if stack else f"http://{launcher.gateway.host}:{launcher.gateway.port}"

@@ -18,7 +18,7 @@ from phasemesh.ports import free_port
 from wire.config import known_variables
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("up", "down", "status", "chat", "doctor", "models")
+COMMANDS = ("up", "down", "status", "chat", "bench", "doctor", "models")
 TIMEOUT_S = 60.0
 
 
@@ -70,7 +70,9 @@ def test_every_option_is_a_variable(command: str, words: tuple[str, ...]) -> Non
         }
 
 
-@pytest.mark.parametrize("command", [("status",), ("chat", "hello"), ("--help",), ("models", "list")])
+@pytest.mark.parametrize(
+    "command", [("status",), ("chat", "hello"), ("--help",), ("bench", "--help"), ("models", "list")]
+)
 def test_quick_commands_import_nothing_heavy(command: tuple[str, ...], tmp_path: Path) -> None:
     code = """
 import sys

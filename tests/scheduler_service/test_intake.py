@@ -8,6 +8,7 @@ from typing import Any
 from kvstore.prefix_hash import namespace, root_hash
 from scheduler.events import CancelRequested, RequestArrived
 from scheduler.intake import ControlIntake, RequestIntake
+from scheduler.pending import PendingRequest
 from scheduler.redis_io import ensure_groups
 from tests.engine.paged_worker import CARD, VOCAB
 from tests.redis_fixture import RedisServer
@@ -16,6 +17,7 @@ from wire import keys
 from wire.entries import CancelEntry, TerminalReply
 from wire.ids import RequestId
 from wire.redis_client import open_redis
+from wire.sampling import SamplingParams
 
 
 @asynccontextmanager
@@ -101,6 +103,16 @@ async def test_what_would_fail_a_worker_is_refused_here(parts: Parts) -> None:
         await until(lambda: is_closed(parts.redis, "bad"))
     [terminal] = await reply_items(parts.redis)
     assert isinstance(terminal, TerminalReply) and terminal.error_code == "invalid_request"
+
+
+async def test_sampling_that_no_plan_can_carry_is_refused_here(parts: Parts) -> None:
+    await parts.know_model()
+    sampling = SamplingParams(max_tokens=1, seed=2**70)  # decoding refuses it first
+    await parts.arrivals.accept(PendingRequest(request_entry("r", sampling=sampling), "interactive", b"1-0"))
+    await parts.publisher.flush(5)
+    [terminal] = await reply_items(parts.redis)
+    assert isinstance(terminal, TerminalReply) and terminal.error_code == "invalid_request"
+    assert parts.events() == [] and parts.pending.all() == []
 
 
 async def test_without_a_worker_a_request_waits_and_then_ends_in_unavailable(parts: Parts) -> None:

@@ -114,8 +114,8 @@ async def test_requests_stream_and_end_and_leave_nothing(
 
 
 async def has_workers(redis: Redis, num_workers: int) -> bool:
-    card = await redis.hgetall(keys.cell_card(CELL))  # type: ignore[misc]
-    return bool(card) and CellCard.decode(card).num_workers == num_workers
+    card = await redis.hgetall(keys.cell_card(CELL))
+    return bool(card) and CellCard.decode(card).num_workers == num_workers  # type: ignore[arg-type]
 
 
 async def test_the_sole_worker_may_come_back_with_another_model(
