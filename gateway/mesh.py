@@ -27,7 +27,7 @@ MIN_RETRY_AFTER_S = 1.0
 MAX_SUBMITTING = 8
 """Submits on their way to Redis at once, each over a connection of its own. Redis runs one at a time anyway, and a
 burst that opened hundreds of connections would look like an outage: to redis-py's pool, and by its timeouts."""
-SUBMIT_WAIT_S = 10.0
+SUBMIT_WAIT_S = 20.0
 """Longest wait for one of those connections: only a Redis that hangs makes it so long."""
 
 # All requests of one HTTP request get in, or none. A request already in the journal is left alone: adding is

@@ -51,7 +51,7 @@ class Parts:
         """Why new requests are refused; None when they are not."""
         if self.running.draining:
             return "this gateway is stopping"
-        return self.cell.problem if self.replies.attached else "Redis is away"
+        return self.cell.problem or (None if self.replies.attached else "the reply stream cannot be read yet")
 
     def require_cell(self) -> CellCard:
         """The card of the cell that will serve a request. Raises Unavailable saying why none can now."""

@@ -54,9 +54,16 @@ class KVCache:
     """K and V, each [num_layers, num_pages, page_size, num_kv_heads, head_dim]."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        """Raises ConfigInvalid when the device has no such memory."""
         self.layout = layout
-        self.keys = _zeros(layout, device)
-        self.values = _zeros(layout, device)
+        try:
+            self.keys = _zeros(layout, device)
+            self.values = _zeros(layout, device)
+        except (MemoryError, RuntimeError) as error:
+            raise ConfigInvalid(
+                f"PHASEMESH_KV_MEMORY_MB or PHASEMESH_KV_PAGES: no {layout.total_bytes / 2**30:.1f} GiB on {device}",
+                param="PHASEMESH_KV_MEMORY_MB",
+            ) from error
         by_slot = (layout.num_layers, layout.num_pages * layout.page_size, layout.num_kv_heads, layout.head_dim)
         self._key_slots = self.keys.view(by_slot)
         self._value_slots = self.values.view(by_slot)

@@ -113,9 +113,12 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigInvalid(f"PHASEMESH_DEVICE={name!r}: not a torch device", param="PHASEMESH_DEVICE") from error
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigInvalid(f"PHASEMESH_DEVICE={name!r}: {reason}", param="PHASEMESH_DEVICE") from error
+    return device
 
 
 def _context_limit(config: DecoderConfig, max_model_len: int | None) -> int:

@@ -16,11 +16,13 @@ from phasemesh.ports import free_port, require_free
 from phasemesh.state import StateDir
 from phasemesh.supervisor import Service
 from wire.config import LauncherConfig
+from wire.errors import ConfigInvalid
 from wire.model_path import cache_root
 
 LOOPBACK = "127.0.0.1"
 WORKER_READY_TIMEOUT_S = 600.0
 """Loading a large checkpoint from a cold disk takes minutes."""
+WORKERS_PER_CORE = 4
 DRAIN_MARGIN_S = 5.0
 """A gateway gets this much longer than its own drain time before it is killed."""
 
@@ -99,6 +101,16 @@ def require_ports(config: LauncherConfig) -> None:
     taken = {gateway.port, worker.port}
     for _ in range(2 + config.workers):  # Redis, scheduler, workers: wherever there is room
         free_port(taken)
+
+
+def require_cores(config: LauncherConfig) -> None:
+    """More workers than this only take each other's memory. Raises ConfigInvalid."""
+    cores = len(os.sched_getaffinity(0))
+    most = WORKERS_PER_CORE * cores
+    if config.workers > most:
+        raise ConfigInvalid(
+            f"PHASEMESH_WORKERS={config.workers}: at most {most} on {cores} cores", param="PHASEMESH_WORKERS"
+        )
 
 
 def worker_threads(config: LauncherConfig) -> int:

@@ -6,14 +6,16 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 from phasemesh import models, redis_server
 from phasemesh.client import ApiError, Client, Generation
 from phasemesh.guard import Guard, running_guard
 from phasemesh.progress import Progress
-from phasemesh.stack import Stack, owns_redis, plan_stack, require_ports, worker_threads
+from phasemesh.stack import Stack, owns_redis, plan_stack, require_cores, require_ports, worker_threads
 from phasemesh.state import ServiceState, StackState, StateDir, start_ticks
 from phasemesh.supervisor import Service, SupervisedService, stop_in_order
 from wire.api_keys import first_api_key
@@ -24,6 +26,8 @@ QUESTION = "What is the capital of France?"
 PROMPT = "The capital of France is"
 """Asked of a model that has no chat template."""
 ANSWER_TOKENS = 48
+FIRST_ANSWER_TIMEOUT_S = 30.0
+RETRY_S = 0.25
 
 
 class StopRequested(Exception):
@@ -36,6 +40,7 @@ def up(config: LauncherConfig, environ: Mapping[str, str], say: Callable[[str], 
     state = StateDir.of(config)
     with state.owned():
         require_ports(config)
+        require_cores(config)
         if owns_redis(config, environ):
             redis_server.find_server()
         else:
@@ -71,7 +76,10 @@ class _Launcher:
                 tg.create_task(_raise_when(stop))
                 tg.create_task(self._serve(tg))
         except* StopRequested:
-            self._say("stopping: draining the gateway first; Ctrl-C again ends everything at once")
+            self._say(
+                f"stopping: running requests get up to {self._config.gateway.drain_s:g} s; "
+                "Ctrl-C again ends everything at once"
+            )
         except* MeshError as failures:
             raise _first(failures) from None
         finally:
@@ -117,14 +125,12 @@ class _Launcher:
         generation = Generation(max_tokens=ANSWER_TOKENS, temperature=0.0)
         print(f"\n> {QUESTION}", flush=True)
         try:
-            for piece in client.chat(model, QUESTION, generation):
-                print(piece, end="", flush=True)
+            _print_answer(lambda: client.chat(model, QUESTION, generation))
         except ApiError as error:
             if error.status != 400:
                 raise
             print(f"({error.message})\n> {PROMPT}", end="", flush=True)
-            for piece in client.complete(model, PROMPT, generation):
-                print(piece, end="", flush=True)
+            _print_answer(lambda: client.complete(model, PROMPT, generation))
         print(flush=True)
         return model
 
@@ -138,7 +144,7 @@ class _Launcher:
 {model} is served at {url}/v1 by {self._config.workers} worker(s) of {threads} thread(s)
 
   try      curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
-  or       phasemesh chat "Tell me a joke."
+  or       {sys.argv[0]} chat --url {url} "Tell me a joke."
   health   {url}/health
   metrics  {url}/metrics
   logs     {self._state.logs}
@@ -161,6 +167,20 @@ Ctrl-C stops it."""
             if s.process is not None
         ]
         self._state.write(StackState(pid, ticks, self._stack.gateway_url, services))
+
+
+def _print_answer(ask: Callable[[], Iterator[str]]) -> None:
+    """Print an answer as it comes. Ready services may not have found each other yet: after a 503 it is asked again."""
+    deadline_s = time.monotonic() + FIRST_ANSWER_TIMEOUT_S
+    while True:
+        try:
+            for piece in ask():
+                print(piece, end="", flush=True)
+            return
+        except ApiError as error:
+            if error.status != 503 or time.monotonic() >= deadline_s:
+                raise
+            time.sleep(RETRY_S)
 
 
 def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:

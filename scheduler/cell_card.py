@@ -24,10 +24,12 @@ log = logging.getLogger(__name__)
 PUBLISH_S: Final = 0.5
 NO_MODEL: Final = ModelCard("", "", "", vocab_size=0, max_model_len=0, eos_token_ids=(), kv_dtype="")
 
-# KEYS fence, card; ARGV our fence, ttl_ms, then field, value, … Returns 0 when fenced out.
+# KEYS fence, card; ARGV our fence, ttl_ms, "1" to leave a card that is there, then field, value, …
+# Returns 0 when fenced out or left.
 _PUBLISH: Final = """
 if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[2], unpack(ARGV, 3))
+if ARGV[3] == '1' and redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+redis.call('HSET', KEYS[2], unpack(ARGV, 4))
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 return 1
 """
@@ -60,6 +62,7 @@ class CellCardPublisher:
         self._fence = lease.fence
         self._stats = stats
         self._gauges = _Gauges(metrics)
+        self._has_published = False
         self._workers_changed = asyncio.Event()
 
     def workers_changed(self) -> None:
@@ -79,7 +82,7 @@ class CellCardPublisher:
             stats = self._stats()
             self._gauges.show(stats)
             try:
-                await self._publish(make_card(stats, self._fence))
+                await self._publish(stats)
                 patience.success()
             except REDIS_ERRORS as error:
                 await patience.after(error)
@@ -88,11 +91,15 @@ class CellCardPublisher:
                 async with asyncio.timeout(PUBLISH_S):
                     await self._workers_changed.wait()
 
-    async def _publish(self, card: CellCard) -> None:
+    async def _publish(self, stats: EngineStats) -> None:
         """A refusal is the lease's business, who renews it notices as well."""
-        fields = [part for pair in card.encode().items() for part in pair]
+        fields = [part for pair in make_card(stats, self._fence).encode().items() for part in pair]
         ttl_ms = int(keys.SCHEDULER_LEASE_TTL_S * 1000)
-        await self._redis.eval(_PUBLISH, 2, *self._keys, self._fence, ttl_ms, *fields)
+        # The workers are about to come over from our predecessor: gateways admit by its card until that lapses.
+        leaves_other = stats.model is None and not self._has_published
+        args = (self._fence, ttl_ms, int(leaves_other), *fields)
+        if await self._redis.eval(_PUBLISH, 2, *self._keys, *args):
+            self._has_published = True
 
 
 class _Gauges:

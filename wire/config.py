@@ -16,9 +16,17 @@ PREFIX = "PHASEMESH_"
 T = TypeVar("T")
 
 
-def env(name: str, default: Any, help_text: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+def env(
+    name: str,
+    default: Any,
+    help_text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
     """A config field read from PHASEMESH_<name>. `default` None means "unset"."""
-    meta = {"env": PREFIX + name, "help": help_text, "choices": choices, "minimum": minimum}
+    meta = {"env": PREFIX + name, "help": help_text, "choices": choices, "minimum": minimum, "maximum": maximum}
     return field(default=default, metadata=meta)
 
 
@@ -49,12 +57,12 @@ class WorkerConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     worker_id: str | None = env("WORKER_ID", None, "Stable name of a worker; default: host name and port.")
     host: str = env("WORKER_HOST", "127.0.0.1", "Address the worker's gRPC server binds.")
-    port: int = env("WORKER_PORT", 0, "Port of the worker's gRPC server; 0 picks a free one.", minimum=0)
+    port: int = env("WORKER_PORT", 0, "Port of the worker's gRPC server; 0 picks a free one.", minimum=0, maximum=65535)
     advertise_address: str | None = env(
         "WORKER_ADVERTISE_ADDRESS", None, "host:port others reach the worker at; default: what it bound."
     )
     health_host: str = env("WORKER_HEALTH_HOST", "127.0.0.1", "Address of the worker's /live, /health and /metrics.")
-    health_port: int = env("WORKER_HEALTH_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0)
+    health_port: int = env("WORKER_HEALTH_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0, maximum=65535)
     role: str = env("WORKER_ROLE", "both", "What the worker runs.", choices=("both",))
     device: str = env("DEVICE", "auto", "Torch device: auto takes cuda when there is one.")
     weight_dtype: str = env(
@@ -93,7 +101,11 @@ class BatchingConfig:
         "MAX_QUEUED_PLANS", 2, "Plans in flight per worker: one running, the rest queued.", minimum=1
     )
     kv_watermark: float = env(
-        "KV_WATERMARK", 0.01, "Share of a worker's pages kept free when a new sequence is admitted.", minimum=0
+        "KV_WATERMARK",
+        0.01,
+        "Share of a worker's pages kept free when a new sequence is admitted.",
+        minimum=0,
+        maximum=0.9,
     )
 
 
@@ -103,7 +115,7 @@ class SchedulerConfig:
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     scheduler_id: str | None = env("SCHEDULER_ID", None, "Name of this scheduler; default: host name and pid.")
     health_host: str = env("SCHEDULER_HOST", "127.0.0.1", "Address of the scheduler's /live, /health and /metrics.")
-    health_port: int = env("SCHEDULER_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0)
+    health_port: int = env("SCHEDULER_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0, maximum=65535)
     no_worker_grace_s: float = env(
         "NO_WORKER_GRACE_S", 4.0, "With no worker, sequences wait this long, then end in an error.", minimum=0
     )
@@ -116,7 +128,7 @@ class GatewayConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     gateway_id: str | None = env("GATEWAY_ID", None, "Name of this gateway; default: host name and port.")
     host: str = env("HOST", "127.0.0.1", "Address the HTTP API binds.")
-    port: int = env("PORT", 8000, "Port of the HTTP API.", minimum=0)
+    port: int = env("PORT", 8000, "Port of the HTTP API.", minimum=0, maximum=65535)
     max_body_mb: int = env("MAX_BODY_MB", 32, "Largest request body in MiB.", minimum=1)
     max_live_requests: int = env("MAX_LIVE_REQUESTS", 1024, "Requests in the mesh at once; more get 429.", minimum=1)
     default_max_tokens: int | None = env(
@@ -155,7 +167,7 @@ class ClientConfig:
     )
     api_key: str | None = env("API_KEY", None, "Key that `chat` and `bench` send; default: the first of API_KEYS.")
     max_tokens: int | None = env("CHAT_MAX_TOKENS", None, "Longest answer of `chat`, in tokens.", minimum=1)
-    temperature: float | None = env("CHAT_TEMPERATURE", None, "Sampling temperature of `chat`; 0 is greedy.", minimum=0)
+    temperature: float = env("CHAT_TEMPERATURE", 0.0, "Sampling temperature of `chat`; 0 is greedy.", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +246,7 @@ def _build(cls: type[T], environ: Mapping[str, str]) -> T:
     return cls(**values)
 
 
+_KINDS = {bool: "on or off", int: "a whole number", float: "a number", str: "a text"}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -249,11 +262,14 @@ def _parse(f: Field[Any], hint: Any, text: str) -> Any:
         else:
             value = text
     except (ValueError, KeyError) as error:
-        raise ConfigInvalid(f"{name}={text!r}: not a {kind.__name__}", param=name) from error
+        raise ConfigInvalid(f"{name}={text!r}: not {_KINDS[kind]}", param=name) from error
     choices = f.metadata["choices"]
     if choices and value not in choices:
         raise ConfigInvalid(f"{name}={text!r}: one of {', '.join(choices)}", param=name)
     minimum = f.metadata["minimum"]
     if minimum is not None and not value >= minimum:
         raise ConfigInvalid(f"{name}={text!r}: at least {minimum}", param=name)
+    maximum = f.metadata["maximum"]
+    if maximum is not None and not value <= maximum:
+        raise ConfigInvalid(f"{name}={text!r}: at most {maximum}", param=name)
     return value

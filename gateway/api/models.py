@@ -37,5 +37,5 @@ def _model(parts: Parts) -> dict[str, Any]:
         "object": "model",
         "created": int(parts.started_unix_s),
         "owned_by": "phasemesh",
-        "max_model_len": card.max_model_len if card else None,
+        "max_model_len": (card.max_model_len or None) if card else None,
     }

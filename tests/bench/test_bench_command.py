@@ -133,7 +133,7 @@ async def test_a_server_that_serves_nothing_fails_at_the_warm_up() -> None:
         ((), "give --rate (open loop) or --concurrency (closed loop)"),
         (("--rate", "1", "--concurrency", "1"), "not both"),
         (("--rate", "0"), "--rate '0.0': more than 0"),
-        (("--rate", "fast"), "--rate 'fast': not a float"),
+        (("--rate", "fast"), "--rate 'fast': not a number"),
         (("--concurrency", "0"), "--concurrency '0': at least 1"),
         (("--rate", "1", "--workload", "poetry"), "--workload 'poetry': one of chat, rag, reasoning, agent, or a file"),
         (("--rate", "1", "--workload", "none.jsonl"), "--workload 'none.jsonl': No such file"),

@@ -99,8 +99,8 @@ print([m for m in ("torch", "transformers", "numpy", "grpc", "aiohttp", "tokeniz
     ("arguments", "environ", "expected"),
     [
         (("status",), {"PHASEMESH_PROT": "8001"}, "unknown variable PHASEMESH_PROT"),
-        (("up", "--port", "http"), {}, "--port 'http': not a int"),
-        (("up",), {"PHASEMESH_PORT": "http"}, "PHASEMESH_PORT='http': not a int"),
+        (("up", "--port", "http"), {}, "--port 'http': not a whole number"),
+        (("up",), {"PHASEMESH_PORT": "http"}, "PHASEMESH_PORT='http': not a whole number"),
         (("up", "--workers", "0"), {}, "--workers '0': at least 1"),
         (("up", "--weight-dtype", "int4"), {}, "--weight-dtype 'int4': one of auto, float32"),
         (("up", "--model", "/no/such/model"), {}, "'/no/such/model': no directory with a config.json"),

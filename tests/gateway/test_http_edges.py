@@ -14,8 +14,10 @@ from aiohttp.client_exceptions import ClientConnectionResetError
 
 from gateway import lifetime
 from gateway.api import body as body_reader
+from observability import names
 from tests.gateway.conftest import Stack, StackOpener
 from tests.gateway.scripted_scheduler import saying
+from tests.gateway.test_outages import eventually
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 JSON = b'{"model": "smollm2", "prompt": "Hi", "stream": true}'
@@ -33,18 +35,8 @@ async def connection(stack: Stack) -> AsyncIterator[tuple[asyncio.StreamReader, 
 
 
 def requests_counted(stack: Stack, status: int) -> float:
-    labels = {"route": "/v1/completions", "code": str(status)}
-    registry = stack.parts.metrics.registry
-    (family,) = [
-        f
-        for f in registry.collect()
-        if any(s.name.endswith("requests_total") for s in f.samples) and "route" in f.samples[0].labels
-    ]
-    return sum(
-        s.value
-        for s in family.samples
-        if s.name.endswith("_total") and s.labels["route"] == labels["route"] and str(status) in s.labels.values()
-    )
+    labels = {"route": "/v1/completions", "status": str(status)}
+    return stack.parts.metrics.registry.get_sample_value(f"{names.GATEWAY_REQUESTS}_total", labels) or 0.0
 
 
 def problems(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -71,7 +63,7 @@ async def test_a_client_that_left_before_its_answer_is_no_server_error(
         await write(self, data)
 
     async with new_stack() as stack, connection(stack) as (reader, writer):
-        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(JSON) + JSON)
+        writer.write(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(JSON) + JSON)
         entry = await stack.scheduler.arrived.get()
         if when == "prepare":
             monkeypatch.setattr(web.StreamResponse, "prepare", gone)
@@ -87,6 +79,25 @@ async def test_a_client_that_left_before_its_answer_is_no_server_error(
         assert await reader.read() is not None
         assert requests_counted(stack, 499) == 1
         assert requests_counted(stack, 500) == requests_counted(stack, 200) == 0
+    assert problems(caplog) == []
+
+
+@pytest.mark.parametrize("abort", [False, True])
+async def test_a_client_that_leaves_amid_its_body_is_no_server_error(
+    new_stack: StackOpener, caplog: pytest.LogCaptureFixture, abort: bool
+) -> None:
+    async with new_stack() as stack:
+        async with connection(stack) as (reader, writer):
+            writer.write(HEAD + b"Expect: 100-continue\r\nContent-Length: 100\r\n\r\n{")
+            await reader.readuntil(b"100 Continue\r\n\r\n")
+            if abort:
+                writer.transport.abort()
+
+        async def counted() -> bool:
+            return requests_counted(stack, 499) == 1
+
+        await eventually(counted)
+        assert requests_counted(stack, 500) == 0
     assert problems(caplog) == []
 
 
@@ -114,9 +125,27 @@ async def test_a_body_that_does_not_end_is_answered_408(
 async def test_a_header_that_does_not_end_is_hung_up_on(
     new_stack: StackOpener, monkeypatch: pytest.MonkeyPatch, beginning: bytes
 ) -> None:
-    monkeypatch.setattr(lifetime, "IDLE_S", 0.2, raising=False)
+    monkeypatch.setattr(lifetime, "IDLE_S", 0.2)
     async with new_stack() as stack, connection(stack) as (reader, writer):
         writer.write(beginning)
+        assert await reader.read() == b""
+
+
+async def test_a_long_answer_and_a_second_request_are_not_hung_up_on(
+    new_stack: StackOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifetime, "IDLE_S", 0.3)
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(JSON) + JSON
+    async with new_stack() as stack, connection(stack) as (reader, writer):
+        writer.write(request)
+        entry = await stack.scheduler.arrived.get()
+        await asyncio.sleep(0.5)  # longer than the bound
+        await stack.scheduler.say(entry, [2])
+        await stack.scheduler.end(entry, 1)
+        await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
+        stack.scheduler.script = saying([2])
+        writer.write(request)
+        await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
         assert await reader.read() == b""
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway import replies
+from gateway import mesh, replies
+from gateway.redis_link import open_redis
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Stack, StackOpener, open_stack
 from tests.gateway.scripted_scheduler import begins, saying, silent
@@ -209,4 +210,35 @@ async def test_a_lease_set_of_the_wrong_type_is_not_called_an_outage(
         assert await until_health(stack, 503) == "Redis refuses this gateway's commands"
         assert "WRONGTYPE" in caplog.text
         await stack.scheduler.redis.delete(gateways)
+        await until_health(stack, 200)
+
+
+async def test_a_reply_stream_of_the_wrong_type_is_not_called_an_outage(
+    new_stack: StackOpener, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_redis(redis_url) as redis:
+        stream = keys.replies(GatewayId("wrong-type"))
+        await redis.set(stream, "x")
+        async with new_stack(saying([2]), gateway_id="wrong-type") as stack:
+            assert await until_health(stack, 503) == "the reply stream cannot be read yet"
+            assert "WRONGTYPE" in caplog.text
+            await redis.delete(stream)
+            await until_health(stack, 200)
+            assert (await stack.complete())[0] == 200
+
+
+async def test_a_redis_that_hangs_makes_nobody_wait_long(
+    durable_redis_server: RedisServer, smollm2_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh, "SUBMIT_WAIT_S", 0.3)
+    async with (
+        open_stack(durable_redis_server.url, smollm2_dir, tokenizer, silent, {}) as stack,
+        open_redis(durable_redis_server.url) as redis,
+    ):
+        await redis.client_pause(4000)
+        async with asyncio.timeout(4):
+            answers = await asyncio.gather(*(stack.complete() for _ in range(2 * mesh.MAX_SUBMITTING)))
+        assert {status for status, _ in answers} == {503}
+        messages = {body["error"]["message"] for _, body in answers}
+        assert messages == {"Redis is away", "Redis does not keep up"}
         await until_health(stack, 200)

@@ -114,6 +114,8 @@ def test_default_page_size_is_the_backends(checkpoint: Callable[[str], Path]) ->
         ({"page_size": 24}, "PHASEMESH_KV_PAGE_SIZE"),
         ({"max_model_len": 513}, "PHASEMESH_MAX_MODEL_LEN"),
         ({"device": "abacus"}, "PHASEMESH_DEVICE"),
+        ({"device": "cuda:63"}, "PHASEMESH_DEVICE"),
+        ({"num_pages": 2**36}, "PHASEMESH_KV_PAGES"),
         ({"attention_backend": "flash_attn"}, "PHASEMESH_ATTENTION_BACKEND"),
         ({"attention_backend": "magic"}, "PHASEMESH_ATTENTION_BACKEND"),
         ({"num_pages": 1}, "PHASEMESH_KV_PAGES"),

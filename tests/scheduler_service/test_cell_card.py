@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 
 from gateway.cell import CellWatch
 from kvstore.page_pool import PoolCounts
-from scheduler.cell_card import CellCardPublisher
+from scheduler.cell_card import PUBLISH_S, CellCardPublisher
 from scheduler.lease import Lease
 from scheduler.stats import EngineStats, WorkerStats
 from tests.engine.paged_worker import CARD
@@ -76,6 +76,23 @@ async def test_before_any_worker_has_come_the_card_says_that_none_is_up(parts: P
     watch = CellWatch(parts.redis, CELL, GATEWAY, "model", 10.0)
     await watch.look()
     assert watch.problem == "no worker is up"
+
+
+async def test_a_predecessors_card_stands_until_workers_came_over_or_it_lapses(parts: Parts) -> None:
+    before = Shown(parts, stats(2))
+    async with before.running():
+        await until(lambda: before.shows(2))
+    await parts.redis.pexpire(keys.cell_card(CELL), 800)
+    shown = Shown(parts, stats(0, model=None))
+    async with shown.running():
+        await asyncio.sleep(0.1)
+        assert await shown.shows(2)
+        await until(lambda: shown.shows(0), timeout_s=2)
+        await asyncio.sleep(2 * PUBLISH_S)
+        assert await parts.redis.pttl(keys.cell_card(CELL)) > 2000, "and ours is kept up"
+        shown.now = stats(1)
+        shown.publisher.workers_changed()
+        await until(lambda: shown.shows(1))
 
 
 async def test_a_fenced_out_scheduler_leaves_the_card_alone(parts: Parts) -> None:

@@ -135,6 +135,19 @@ async def test_the_sole_worker_may_come_back_with_another_model(
     assert card.model_name == "next"
 
 
+async def test_junk_in_the_fence_changes_no_token(
+    redis_server: RedisServer, redis: Redis, client: Gateway, worker: ScriptedWorker
+) -> None:
+    worker.step_s = 0.01
+    async with scheduler(redis_server):
+        stream = await client.submit(request_entry("r", max_tokens=300))
+        await stream.until(20)
+        await redis.set(keys.fence(CELL), "junk")
+        await stream.finished_right()
+        await all_quiet(redis, "r")
+    assert len(worker.fences) == 2 and worker.fences[1] > worker.fences[0]
+
+
 async def test_one_bad_reply_stream_stops_no_other(
     redis_server: RedisServer, redis: Redis, client: Gateway, worker: ScriptedWorker
 ) -> None:

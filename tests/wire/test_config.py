@@ -64,18 +64,20 @@ def test_a_set_but_empty_variable_is_unset() -> None:
 @pytest.mark.parametrize(
     ("cls", "variable", "text", "complaint"),
     [
-        (GatewayConfig, "PHASEMESH_PORT", "http", "not a int"),
-        (GatewayConfig, "PHASEMESH_PORT", "80.5", "not a int"),
+        (GatewayConfig, "PHASEMESH_PORT", "http", "not a whole number"),
+        (GatewayConfig, "PHASEMESH_PORT", "80.5", "not a whole number"),
         (GatewayConfig, "PHASEMESH_PORT", "-1", "at least 0"),
+        (GatewayConfig, "PHASEMESH_PORT", "99999", "at most 65535"),
+        (SchedulerConfig, "PHASEMESH_KV_WATERMARK", "2", "at most 0.9"),
         (GatewayConfig, "PHASEMESH_MAX_LIVE_REQUESTS", "0", "at least 1"),
-        (GatewayConfig, "PHASEMESH_DRAIN_S", "soon", "not a float"),
+        (GatewayConfig, "PHASEMESH_DRAIN_S", "soon", "not a number"),
         (GatewayConfig, "PHASEMESH_DRAIN_S", "nan", "at least 0"),
         (SchedulerConfig, "PHASEMESH_STEP_TOKEN_BUDGET", "1", "at least 2"),
         (SchedulerConfig, "PHASEMESH_KV_WATERMARK", "-0.1", "at least 0"),
         (WorkerConfig, "PHASEMESH_WEIGHT_DTYPE", "int4", "one of auto, float32"),
         (WorkerConfig, "PHASEMESH_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
         (WorkerConfig, "PHASEMESH_KV_PAGE_SIZE", "8", "at least 16"),
-        (LauncherConfig, "PHASEMESH_START_REDIS", "perhaps", "not a bool"),
+        (LauncherConfig, "PHASEMESH_START_REDIS", "perhaps", "not on or off"),
     ],
 )
 def test_a_malformed_value_is_refused_by_name(cls: type[Any], variable: str, text: str, complaint: str) -> None:
