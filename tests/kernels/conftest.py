@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +13,18 @@ from wire.config import ModelConfig, load
 from wire.model_path import cache_root
 
 
-@pytest.fixture(scope="session", params=list(instruction_sets()))
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+@pytest.fixture(scope="session")
+def built() -> Path:
+    """The library."""
     try:
-        return Kernels(library_path(cache_root(load(ModelConfig, os.environ))), request.param)
+        return library_path(cache_root(load(ModelConfig, os.environ)))
+    except KernelsUnavailable as obstacle:
+        pytest.skip(str(obstacle))
+
+
+@pytest.fixture(scope="session", params=list(instruction_sets()))
+def kernels(request: pytest.FixtureRequest, built: Path) -> Kernels:
+    try:
+        return Kernels(built, request.param)
     except KernelsUnavailable as obstacle:
         pytest.skip(str(obstacle))

@@ -28,7 +28,7 @@ def start(module: list[str], **changes: str) -> subprocess.Popen[str]:
     )
 
 
-def test_two_processes_that_build_at_once_leave_one_library(kernels: Kernels, tmp_path: Path) -> None:
+def test_two_processes_that_build_at_once_leave_one_library(built: Path, tmp_path: Path) -> None:
     builders = [start(["-m", "gpu_worker.kernels"], PHASEMESH_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     for builder in builders:
         output, _ = builder.communicate(timeout=100)
