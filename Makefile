@@ -16,6 +16,7 @@ help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: $(VENV)/.installed ## Run the whole mesh at http://127.0.0.1:8000/v1; Ctrl-C stops it. ARGS='--workers 2' passes options.
+	@$(BIN)/python -m gpu_worker.kernels
 	@$(BIN)/phasemesh up $(ARGS)
 
 test: $(VENV)/.installed-dev ## Run every test but the whole exactness matrix. ARGS='tests/wire -x' passes options.

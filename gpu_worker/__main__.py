@@ -28,7 +28,7 @@ from wire.config import WorkerConfig, load
 from wire.entries import WorkerEntry
 from wire.errors import ConfigInvalid, MeshError
 from wire.ids import Epoch, WorkerId
-from wire.model_path import model_path, served_name
+from wire.model_path import cache_root, model_path, served_name
 from wire.redis_client import open_redis
 from wire.stop_signals import stop_signals
 
@@ -54,6 +54,7 @@ def load_model(config: WorkerConfig) -> ModelRunner:
         device=config.device,
         weight_dtype=config.weight_dtype,
         attention_backend=config.attention_backend,
+        kernels_dir=cache_root(config.model) if config.cpu_kernels == "auto" else None,
         page_size=config.page_size,
         num_pages=config.num_pages,
         kv_memory_bytes=config.kv_memory_mb << 20,

@@ -4,26 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from gpu_worker.attention.choose import choose, page_size_for
-from gpu_worker.attention.port import AttentionBackend
+from gpu_worker.attention.port import AttentionBackend, StepAttention
+from gpu_worker.kernels.decoder import PackedCausalLM
+from gpu_worker.kernels.library import Kernels, load_kernels
+from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
 from gpu_worker.rope import RotaryEmbedding
 from gpu_worker.step_batch import StepBatch
-from gpu_worker.weights import load_weights, weights_revision
+from gpu_worker.weights import load_weights, resolve_dtype, weights_revision
 from wire.errors import ConfigInvalid
 from wire.plan import ModelCard, PageCopy
+
+
+class LanguageModel(Protocol):
+    """CausalLM, or the same over the CPU kernels."""
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: KVCache,
+        slots: torch.Tensor,
+        attention: StepAttention,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor: ...
 
 
 class TorchModelRunner:
     """Implements gpu_worker.model_port.ModelRunner."""
 
     def __init__(
-        self, card: ModelCard, config: DecoderConfig, model: CausalLM, attention: AttentionBackend, kv_cache: KVCache
+        self,
+        card: ModelCard,
+        config: DecoderConfig,
+        model: LanguageModel,
+        attention: AttentionBackend,
+        kv_cache: KVCache,
     ) -> None:
         self.card = card
         self.num_pages = kv_cache.layout.num_pages
@@ -46,7 +69,7 @@ class TorchModelRunner:
         attention = self._attention.prepare(
             batch, page_size=self.page_size, windows=self._windows, dtype=self._dtype, device=self.device
         )
-        logits: torch.Tensor = self._model(
+        return self._model(
             self._indices(batch.token_ids),
             self._rotary.cos_sin(self._indices(batch.positions), self._dtype),
             self._kv_cache,
@@ -54,7 +77,6 @@ class TorchModelRunner:
             attention,
             self._indices(batch.logit_rows),
         )
-        return logits
 
     @torch.no_grad()
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -76,20 +98,21 @@ def load_runner(
     kv_memory_bytes: int,
     max_model_len: int | None,
     name: str,
+    kernels_dir: Path | None = None,
 ) -> TorchModelRunner:
     """Load a Hugging Face directory and make its KV pages.
 
     device: a torch device, or `auto`: cuda when there is one. page_size: tokens, None: the attention backend's.
     num_pages None: as many as kv_memory_bytes holds. max_model_len: tokens, None: the model's own limit.
+    kernels_dir: where the CPU kernels and the weights they pack are kept; None: do without them.
     Raises ModelUnsupported when the directory is not one we can run exactly, ConfigInvalid for the other arguments.
     """
     config = load_decoder_config(model_dir)
     torch_device = _device(device)
     context_limit = _context_limit(config, max_model_len)
-    with torch.device("meta"):
-        model = CausalLM(config)
-    dtype = load_weights(model, model_dir, weight_dtype, torch_device)
-    attention = choose(attention_backend, torch_device, dtype)
+    kernels = load_kernels(kernels_dir) if kernels_dir is not None and torch_device.type == "cpu" else None
+    model, dtype = _load_model(config, model_dir, weight_dtype, torch_device, kernels, kernels_dir)
+    attention = choose(attention_backend, torch_device, dtype, head_dim=config.head_dim, kernels=kernels)
     layout = KVLayout.sized(
         config,
         page_size=page_size_for(attention, page_size),
@@ -107,6 +130,23 @@ def load_runner(
         kv_dtype=str(dtype).removeprefix("torch."),
     )
     return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device))
+
+
+def _load_model(
+    config: DecoderConfig,
+    model_dir: Path,
+    weight_dtype: str,
+    device: torch.device,
+    kernels: Kernels | None,
+    kernels_dir: Path | None,
+) -> tuple[LanguageModel, torch.dtype]:
+    """The model, and the type it computes in."""
+    with torch.device("meta"):
+        model = CausalLM(config)
+    if kernels is None or kernels_dir is None:
+        return model, load_weights(model, model_dir, weight_dtype, device)
+    resolve_dtype(weight_dtype, torch.float32, device)
+    return PackedCausalLM(config, load_packed(model, config, model_dir, kernels_dir), kernels), torch.float32
 
 
 def _device(name: str) -> torch.device:

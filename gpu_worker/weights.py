@@ -79,7 +79,7 @@ def load_weights(model: nn.Module, model_dir: Path, weight_dtype: str, device: t
             raise ModelUnsupported(f"{model_dir}: {name} has shape {tuple(tensor.shape)}, not {wanted}", param=name)
         if tensor.dtype not in _FLOAT_DTYPES:
             raise ModelUnsupported(f"{model_dir}: {name} is {tensor.dtype}, which is not implemented", param=name)
-    dtype = _dtype(weight_dtype, tensors["model.embed_tokens.weight"].dtype, device)
+    dtype = resolve_dtype(weight_dtype, tensors["model.embed_tokens.weight"].dtype, device)
     for name in expected:
         tensors[name] = tensors[name].to(device, dtype)
     model.load_state_dict(tensors, assign=True)
@@ -87,7 +87,8 @@ def load_weights(model: nn.Module, model_dir: Path, weight_dtype: str, device: t
     return dtype
 
 
-def _dtype(weight_dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_dtype(weight_dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type a model computes in. Raises ConfigInvalid for an unknown name."""
     match weight_dtype:
         case "float32":
             return torch.float32

@@ -48,7 +48,9 @@ class ModelConfig:
     max_model_len: int | None = env(
         "MAX_MODEL_LEN", None, "Prompt + output tokens at most; default: the model's own limit.", minimum=2
     )
-    cache_dir: str | None = env("CACHE_DIR", None, "Where pulled models live; default: ~/.cache/phasemesh.")
+    cache_dir: str | None = env(
+        "CACHE_DIR", None, "Pulled models, built kernels, packed weights; default: ~/.cache/phasemesh."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,14 @@ class WorkerConfig:
     attention_backend: str = env(
         "ATTENTION_BACKEND",
         "auto",
-        "auto: flash-attn when importable and on CUDA, else torch.",
-        choices=("auto", "torch", "flash_attn"),
+        "auto: flash-attn when importable and on CUDA, our CPU kernel where it is built, else torch.",
+        choices=("auto", "torch", "flash_attn", "cpu"),
+    )
+    cpu_kernels: str = env(
+        "CPU_KERNELS",
+        "auto",
+        "auto: our C++ kernels on CPU, built at first use; off: torch's.",
+        choices=("auto", "off"),
     )
     page_size: int | None = env(
         "KV_PAGE_SIZE", None, "Tokens per KV page, a multiple of 16; default: the attention backend's.", minimum=16

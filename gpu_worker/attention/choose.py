@@ -6,30 +6,41 @@ import importlib
 
 import torch
 
+from gpu_worker.attention import cpu_backend
+from gpu_worker.attention.cpu_backend import CpuAttention
 from gpu_worker.attention.flash_attn_backend import FlashAttention
 from gpu_worker.attention.port import AttentionBackend
 from gpu_worker.attention.torch_backend import TorchAttention
+from gpu_worker.kernels.library import Kernels
 from wire.errors import ConfigInvalid
 
 VARIABLE = "PHASEMESH_ATTENTION_BACKEND"
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """`torch`, `flash_attn`, or `auto`: flash-attn where it can run, else torch.
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, *, head_dim: int, kernels: Kernels | None = None
+) -> AttentionBackend:
+    """`torch`, `flash_attn`, `cpu`, or `auto`: of flash-attn and the CPU kernel the one that can run, else torch.
 
-    Raises ConfigInvalid when flash_attn is asked for and cannot run, saying why.
+    kernels: on a CPU, where they are built. Raises ConfigInvalid when the backend asked for cannot run, saying why.
     """
-    if name == "torch":
-        return TorchAttention()
-    obstacle = _flash_obstacle(device, dtype)
-    if name == "auto":
-        return TorchAttention() if obstacle else FlashAttention()
-    if name != "flash_attn":
-        raise ConfigInvalid(f"{VARIABLE}={name!r}: one of auto, torch, flash_attn", param=VARIABLE)
-    if obstacle:
-        raise ConfigInvalid(f"{VARIABLE}=flash_attn: {obstacle}", param=VARIABLE)
-    return FlashAttention()
+    flash_obstacle = _flash_obstacle(device, dtype)
+    cpu_obstacle = cpu_backend.obstacle(kernels, dtype, head_dim)
+    match name:
+        case "torch":
+            return TorchAttention()
+        case "auto" | "flash_attn" if flash_obstacle is None:
+            return FlashAttention()
+        case "auto" | "cpu" if kernels is not None and cpu_obstacle is None:
+            return CpuAttention(kernels)
+        case "auto":
+            return TorchAttention()
+        case "flash_attn" | "cpu":
+            obstacle = flash_obstacle if name == "flash_attn" else cpu_obstacle
+            raise ConfigInvalid(f"{VARIABLE}={name}: {obstacle}", param=VARIABLE)
+        case _:
+            raise ConfigInvalid(f"{VARIABLE}={name!r}: one of auto, torch, flash_attn, cpu", param=VARIABLE)
 
 
 def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

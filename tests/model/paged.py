@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,13 @@ import torch
 from gpu_worker.model_port import ModelRunner
 from gpu_worker.model_runner import TorchModelRunner, load_runner
 from gpu_worker.step_batch import StepBatch
+from wire.config import WorkerConfig, load
+from wire.model_path import cache_root
 
 
 def open_runner(directory: Path, **changes: Any) -> TorchModelRunner:
-    """A runner as the tests want it, on the CPU."""
+    """A runner as the tests want it, on the CPU; PHASEMESH_CPU_KERNELS says whether with our kernels."""
+    config = load(WorkerConfig, os.environ)
     arguments: dict[str, Any] = {
         "device": "cpu",
         "weight_dtype": "auto",
@@ -25,6 +29,7 @@ def open_runner(directory: Path, **changes: Any) -> TorchModelRunner:
         "kv_memory_bytes": 0,
         "max_model_len": None,
         "name": "tiny",
+        "kernels_dir": cache_root(config.model) if config.cpu_kernels == "auto" else None,
     }
     return load_runner(directory, **(arguments | changes))
 

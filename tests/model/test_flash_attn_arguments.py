@@ -153,21 +153,21 @@ def test_a_window_counts_its_own_position() -> None:
 
 
 def test_auto_takes_flash_attn_only_where_it_can_run(documented_flash_attn: list[str]) -> None:
-    assert isinstance(choose("auto", CUDA, torch.bfloat16), FlashAttention)
-    assert isinstance(choose("auto", CUDA, torch.float32), TorchAttention)
-    assert isinstance(choose("auto", CPU, torch.bfloat16), TorchAttention)
-    assert isinstance(choose("torch", CUDA, torch.bfloat16), TorchAttention)
+    assert isinstance(choose("auto", CUDA, torch.bfloat16, head_dim=64), FlashAttention)
+    assert isinstance(choose("auto", CUDA, torch.float32, head_dim=64), TorchAttention)
+    assert isinstance(choose("auto", CPU, torch.bfloat16, head_dim=64), TorchAttention)
+    assert isinstance(choose("torch", CUDA, torch.bfloat16, head_dim=64), TorchAttention)
     with pytest.raises(ConfigInvalid, match="float32"):
-        choose("flash_attn", CUDA, torch.float32)
+        choose("flash_attn", CUDA, torch.float32, head_dim=64)
     with pytest.raises(ConfigInvalid, match="CUDA"):
-        choose("flash_attn", CPU, torch.bfloat16)
+        choose("flash_attn", CPU, torch.bfloat16, head_dim=64)
 
 
 def test_without_the_library_auto_is_torch_and_flash_attn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert isinstance(choose("auto", CUDA, torch.bfloat16), TorchAttention)
+    assert isinstance(choose("auto", CUDA, torch.bfloat16, head_dim=64), TorchAttention)
     with pytest.raises(ConfigInvalid, match="cannot be imported"):
-        choose("flash_attn", CUDA, torch.bfloat16)
+        choose("flash_attn", CUDA, torch.bfloat16, head_dim=64)
 
 
 def test_pages_are_multiples_of_256(documented_flash_attn: list[str]) -> None:

@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.weights import INDEX_FILE, SINGLE_FILE, weights_revision
+from gpu_worker.llama import CausalLM
+from gpu_worker.model_config import load_decoder_config
+from gpu_worker.weights import INDEX_FILE, SINGLE_FILE, load_weights, weights_revision
 from tests.model.paged import open_runner
 from wire.errors import ConfigInvalid, ModelUnsupported
 
@@ -92,9 +94,13 @@ def test_shards_load_like_one_file(checkpoint: Callable[[str], Path], tmp_path: 
         save_file({name: tensors[name] for name in names if weight_map[name] == shard}, sharded / shard)
     (sharded / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
-    expected, actual = (open_runner(directory)._model.state_dict() for directory in (whole, sharded))
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    config = load_decoder_config(whole)
+    expected, actual = CausalLM(config), CausalLM(config)
+    for model, directory in ((expected, whole), (actual, sharded)):
+        load_weights(model, directory, "auto", torch.device("cpu"))
+    weights = actual.state_dict()
+    assert expected.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in expected.state_dict().items())
 
     (sharded / "model-1.safetensors").unlink()
     assert "model-1.safetensors" in refusal(sharded)

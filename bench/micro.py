@@ -1,0 +1,147 @@
+"""CPU kernels against torch and the machine, as ratios in one run: `python -m bench.micro [MODEL_DIR] --threads 2`.
+
+Everything that is compared takes turns, so that a busy machine slows all alike; medians are printed. Linears are
+those of a whole forward pass of the model (its head included, for every row up to 32, else for one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear, silu
+
+from gpu_worker.attention.cpu_backend import CpuAttention
+from gpu_worker.attention.torch_backend import TorchAttention
+from gpu_worker.kernels.build import library_path
+from gpu_worker.kernels.library import Kernels, PackedLinear, pack
+from gpu_worker.model_config import DecoderConfig, load_decoder_config
+from gpu_worker.step_batch import StepBatch
+from wire.config import ModelConfig, load
+from wire.model_path import cache_root, model_path
+
+ROWS = (1, 4, 8, 32, 256)
+CONTEXTS = (128, 2000)
+PAGE_SIZE = 64
+
+
+def turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, run in turn; the first round warms up."""
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds + 1):
+        for name, run in contestants.items():
+            started = time.perf_counter()
+            run()
+            taken[name].append(time.perf_counter() - started)
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+
+
+class Linears:
+    """Every matrix of a model, random, in torch's layout and in ours."""
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels) -> None:
+        self._kernels = kernels
+        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        qkv = heads + 2 * config.num_kv_heads * config.head_dim
+        shapes = [(qkv, hidden), (hidden, heads), (inner, hidden), (inner, hidden), (hidden, inner)]
+        self._layers = [[torch.randn(shape) for shape in shapes] for _ in range(config.num_layers)]
+        self._head = torch.randn(config.vocab_size, hidden)
+        self._packed = [[PackedLinear(pack(w), None, len(w)) for w in layer] for layer in self._layers]
+        self._packed_head = PackedLinear(pack(self._head), None, len(self._head))
+        self.layer_elements = sum(w.numel() for layer in self._layers for w in layer)
+        self.head_elements = self._head.numel()
+
+    def by_torch(self, x: torch.Tensor, logit_rows: int) -> None:
+        for qkv, output, gate, up, down in self._layers:
+            x = x + linear(linear(x, qkv)[:, : output.shape[1]], output) * 0.0
+            x = x + linear(silu(linear(x, gate)) * linear(x, up), down) * 0.0
+        linear(x[:logit_rows], self._head)
+
+    def by_us(self, x: torch.Tensor, logit_rows: int) -> None:
+        first, *_ = self._packed
+        qkv_out = torch.empty(len(x), first[0].columns)
+        inner, x, result = torch.empty(len(x), first[2].columns), x.clone(), torch.empty_like(x)
+        for qkv, output, gate, up, down in self._packed:
+            self._kernels.linear(x, qkv, qkv_out)
+            self._kernels.linear(qkv_out[:, : output.depth], output, result)
+            self._kernels.swiglu(x, gate, up, inner)
+            self._kernels.linear(inner, down, result)
+        self._kernels.linear(x[:logit_rows], self._packed_head, torch.empty(logit_rows, self._packed_head.columns))
+
+
+def read_bandwidth(buffer: torch.Tensor) -> Callable[[], object]:
+    """Reads it all, as fast as torch's threads can."""
+    return lambda: buffer.sum()
+
+
+def compare_linears(config: DecoderConfig, kernels: Kernels, rounds: int) -> None:
+    linears = Linears(config, kernels)
+    print(f"{'linears, rows':>14} {'torch ms':>9} {'ours ms':>9} {'ratio':>6} {'GFLOP/s':>8} {'÷ reading once':>14}")
+    buffer = torch.ones(linears.layer_elements + linears.head_elements)
+    for rows in ROWS:
+        logit_rows = rows if rows <= 32 else 1
+        x = torch.randn(rows, config.hidden_size)
+        taken = turns(
+            {
+                "torch": lambda x=x, n=logit_rows: linears.by_torch(x, n),  # type: ignore[misc]
+                "ours": lambda x=x, n=logit_rows: linears.by_us(x, n),  # type: ignore[misc]
+                "read": read_bandwidth(buffer),
+            },
+            rounds,
+        )
+        work = 2 * (rows * linears.layer_elements + logit_rows * linears.head_elements)
+        print(
+            f"{rows:14} {1e3 * taken['torch']:9.1f} {1e3 * taken['ours']:9.1f} {taken['torch'] / taken['ours']:6.2f} "
+            f"{work / taken['ours'] / 1e9:8.0f} {taken['ours'] / taken['read']:14.2f}"
+        )
+
+
+def compare_attention(config: DecoderConfig, kernels: Kernels, rounds: int) -> None:
+    print(f"{'attention: sequences × queries @ context':>42} {'torch ms':>9} {'ours ms':>9} {'ratio':>6}")
+    for context in CONTEXTS:
+        for num_seqs, queries in ((1, 1), (8, 1), (32, 1), (1, 128)):
+            pages = -(-context // PAGE_SIZE)
+            tables = [list(range(i * pages, (i + 1) * pages)) for i in range(num_seqs)]
+            kv = torch.randn(2, num_seqs * pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+            q = torch.randn(num_seqs * queries, config.num_heads, config.head_dim)
+            batch = StepBatch(query_lens=[queries] * num_seqs, context_lens=[context] * num_seqs, block_tables=tables)
+            steps = {
+                backend.name: backend.prepare(
+                    batch, page_size=PAGE_SIZE, windows={None}, dtype=torch.float32, device=torch.device("cpu")
+                )
+                for backend in (TorchAttention(), CpuAttention(kernels))
+            }
+            taken = turns(
+                {name: lambda s=step, q=q, kv=kv: s.attend(q, *kv, window=None) for name, step in steps.items()},  # type: ignore[misc]
+                rounds * 4,
+            )
+            case = f"{num_seqs} × {queries} @ {context}"
+            print(
+                f"{case:>42} {1e3 * taken['torch']:9.2f} {1e3 * taken['cpu']:9.2f} {taken['torch'] / taken['cpu']:6.2f}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", nargs="?", type=Path, help="whose shapes are measured; default: PHASEMESH_MODEL's")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--instruction-set", help="avx512, avx2 or baseline; default: the best this CPU has")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    model = load(ModelConfig, os.environ)
+    config = load_decoder_config(arguments.model_dir or model_path(model))
+    kernels = Kernels(library_path(cache_root(model)), arguments.instruction_set)
+    print(f"{kernels.instruction_set}, {arguments.threads} threads, medians of {arguments.rounds} rounds taken in turn")
+    with torch.inference_mode():
+        compare_linears(config, kernels, arguments.rounds)
+        compare_attention(config, kernels, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Paged attention by our own kernel, on CPUs: nothing gathered, and bitwise the same in any batch (src/attention.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.kernels.library import COLUMNS, MAX_HEAD_DIM, SPLIT_TOKENS, Kernels
+from gpu_worker.step_batch import StepBatch
+
+TILE_QUERIES = 16
+"""Queries of one sequence that go through its K and V together."""
+
+
+def obstacle(kernels: Kernels | None, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernel cannot serve a model, if it cannot."""
+    if kernels is None:
+        return "the CPU kernels are off or not built"
+    if dtype != torch.float32:
+        return f"computes in float32, not {dtype}"
+    if head_dim % COLUMNS or head_dim > MAX_HEAD_DIM:
+        return f"needs a head dimension that is a multiple of {COLUMNS}, at most {MAX_HEAD_DIM}, not {head_dim}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CpuStepAttention:
+    kernels: Kernels
+    tiles: torch.Tensor  # int64 [num_tiles, 5], see Kernels.attend
+    items: torch.Tensor  # int64 [num_items, 2], tile and split
+    tables: torch.Tensor  # int64, block tables one after the other
+    num_partials: int
+
+    def attend(
+        self, queries: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, *, window: int | None
+    ) -> torch.Tensor:
+        pages = key_pages, value_pages
+        return self.kernels.attend(queries, pages, self.tiles, self.items, self.tables, self.num_partials, window)
+
+
+class CpuAttention:
+    name = "cpu"
+    page_multiple = 16
+    default_page_size = 64
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def prepare(
+        self, batch: StepBatch, *, page_size: int, windows: Set[int | None], dtype: torch.dtype, device: torch.device
+    ) -> CpuStepAttention:
+        tiles: list[tuple[int, int, int, int, int]] = []
+        items: list[tuple[int, int]] = []
+        tables: list[int] = []
+        row = num_partials = 0
+        for query_len, context_len, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+            for start in range(0, query_len, TILE_QUERIES):
+                queries = min(TILE_QUERIES, query_len - start)
+                position = context_len - query_len + start
+                splits = (position + queries - 1) // SPLIT_TOKENS + 1
+                items.extend((len(tiles), split) for split in range(splits))
+                tiles.append((row + start, queries, position, len(tables), num_partials))
+                num_partials += splits * queries
+            row += query_len
+            tables += table
+        return CpuStepAttention(
+            self._kernels,
+            torch.tensor(tiles, dtype=torch.int64).view(-1, 5),
+            torch.tensor(items, dtype=torch.int64).view(-1, 2),
+            torch.tensor(tables, dtype=torch.int64),
+            num_partials,
+        )

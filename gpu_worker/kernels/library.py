@@ -1,0 +1,172 @@
+"""The compiled kernels as functions over float32 CPU tensors.
+
+Arguments are what the one caller makes; shapes are asserted, not refused. All run on the caller's torch threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_worker.kernels.build import KernelsUnavailable, instruction_sets, library_path
+
+log = logging.getLogger("gpu_worker.kernels")
+
+COLUMNS = 16
+"""Output columns of a panel of packed weights."""
+SPLIT_TOKENS = 512
+"""Positions of one work item of attention: SPLIT in src/attention.h."""
+MAX_HEAD_DIM = 256
+_PARTIAL_PADDING = 16
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "linear": [_P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I],
+    "swiglu": [_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "rms_norm": [_P, _P, _P, _I, _I, _F, _I],
+    "rope_and_write": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "attend": [_P, _I, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _I],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """Weights [ceil(columns / 16), depth, 16], the last panel padded with zeros, and a bias [columns]."""
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+    columns: int
+
+    @property
+    def depth(self) -> int:
+        return self.panels.shape[1]
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """weight [columns, depth] → panels float32 [ceil(columns / 16), depth, 16]."""
+    columns, depth = weight.shape
+    padding = -columns % COLUMNS
+    padded = torch.nn.functional.pad(weight.float(), (0, 0, 0, padding)) if padding else weight.float()
+    return padded.view(-1, COLUMNS, depth).transpose(1, 2).contiguous()
+
+
+class Kernels:
+    """The functions of one compiled library, of the best instruction set this CPU has (or a named one)."""
+
+    def __init__(self, path: Path, instruction_set: str | None = None) -> None:
+        """Raises KernelsUnavailable when the library cannot be loaded."""
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailable(f"cannot load {path}: {error}") from error
+        runnable = [s for s in instruction_sets() if s == "baseline" or library[f"cpu_runs_{s}"]()]
+        self.instruction_set = instruction_set or runnable[0]
+        if self.instruction_set not in runnable:
+            raise KernelsUnavailable(f"this CPU does not run {self.instruction_set}")
+        functions: dict[str, Any] = {}
+        for name, argument_types in _SIGNATURES.items():
+            functions[name] = library[f"{name}_{self.instruction_set}"]
+            functions[name].argtypes, functions[name].restype = argument_types, None
+        self._linear, self._swiglu = functions["linear"], functions["swiglu"]
+        self._rms_norm, self._rope_and_write = functions["rms_norm"], functions["rope_and_write"]
+        self._attend = functions["attend"]
+
+    def linear(self, x: torch.Tensor, layer: PackedLinear, out: torch.Tensor, *, add: bool = False) -> None:
+        """x [rows, depth] → out [rows, columns] = layer(x), or with `add` out += layer(x). Rows may be strided."""
+        rows, depth = x.shape
+        assert depth == layer.depth and out.shape == (rows, layer.columns) and x.stride(1) == out.stride(1) == 1
+        self._linear(
+            x.data_ptr(), x.stride(0), layer.panels.data_ptr(), _pointer(layer.bias), out.data_ptr(), out.stride(0),
+            rows, depth, layer.columns, add, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def swiglu(self, x: torch.Tensor, gate: PackedLinear, up: PackedLinear, out: torch.Tensor) -> None:
+        """x [rows, depth] → out [rows, columns] = silu(gate(x)) * up(x), https://arxiv.org/abs/2002.05202."""
+        rows, depth = x.shape
+        assert depth == gate.depth == up.depth and out.shape == (rows, gate.columns) and gate.columns == up.columns
+        self._swiglu(
+            x.data_ptr(), x.stride(0), gate.panels.data_ptr(), _pointer(gate.bias), up.panels.data_ptr(),
+            _pointer(up.bias), out.data_ptr(), out.stride(0), rows, depth, gate.columns, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """x, out: contiguous [rows, size]; weight [size]."""
+        rows, size = x.shape
+        assert x.is_contiguous() and out.is_contiguous() and out.shape == x.shape and weight.shape == (size,)
+        self._rms_norm(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps, torch.get_num_threads()
+        )  # fmt: skip
+
+    def rope_and_write(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Norm (if any) and rotate q of qkv in place; write k, so treated, and v to their slots.
+
+        qkv: contiguous [rows, heads + 2 * kv_heads, head_dim]. norms: of q and k, [head_dim] each.
+        cos_sin: [rows, 1, head_dim / 2] each. slots: int64 [rows]. pages: K and V of the layer,
+        [num_pages, page_size, kv_heads, head_dim].
+        """
+        rows, all_heads, head_dim = qkv.shape
+        kv_heads = pages[0].shape[2]
+        assert qkv.is_contiguous() and pages[0].is_contiguous() and cos_sin[0].is_contiguous()
+        q_norm, k_norm = norms or (None, None)
+        self._rope_and_write(
+            qkv.data_ptr(), _pointer(q_norm), _pointer(k_norm), eps, cos_sin[0].data_ptr(), cos_sin[1].data_ptr(),
+            slots.data_ptr(), pages[0].data_ptr(), pages[1].data_ptr(), rows, all_heads - 2 * kv_heads, kv_heads,
+            head_dim, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        tiles: torch.Tensor,
+        items: torch.Tensor,
+        tables: torch.Tensor,
+        num_partials: int,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention, [num_tokens, heads, head_dim] like `queries`, whose rows may be strided.
+
+        pages: K and V, [num_pages, page_size, kv_heads, head_dim]. tiles: int64 [n, 5], first row, queries, first
+        position, where in `tables` its sequence's begins, and where in the scratch; items: int64 [m, 2], tile and
+        split. num_partials: rows of scratch, of each head.
+        """
+        num_tokens, heads, head_dim = queries.shape
+        _, page_size, kv_heads, _ = pages[0].shape
+        assert head_dim % COLUMNS == 0 and head_dim <= MAX_HEAD_DIM and page_size % COLUMNS == 0
+        assert queries.stride()[1:] == (head_dim, 1) and pages[0].is_contiguous() and pages[1].is_contiguous()
+        partials = torch.empty(num_partials * heads, head_dim + _PARTIAL_PADDING)
+        out = torch.empty(num_tokens, heads, head_dim)
+        self._attend(
+            queries.data_ptr(), queries.stride(0), pages[0].data_ptr(), pages[1].data_ptr(), out.data_ptr(),
+            tiles.data_ptr(), len(tiles), items.data_ptr(), len(items), tables.data_ptr(), partials.data_ptr(),
+            page_size, heads, kv_heads, head_dim, window or 0, head_dim**-0.5, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@lru_cache(maxsize=8)
+def load_kernels(cache_dir: Path) -> Kernels | None:
+    """The kernels, built if they are not; None where they cannot be, which is logged once, in one line."""
+    try:
+        return Kernels(library_path(cache_dir))
+    except KernelsUnavailable as obstacle:
+        log.warning("CPU kernels: %s; torch's own are used", obstacle)
+        return None

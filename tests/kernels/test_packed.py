@@ -1,0 +1,123 @@
+"""Packed weights: one mapped file for a checkpoint, made once, remade when the checkpoint changes."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_worker.kernels import packed
+from gpu_worker.weights import SINGLE_FILE
+from tests.kernels.test_build import start
+from tests.model.checkpoints import FAMILIES
+from tests.model.conftest import checkpoint  # noqa: F401  # a fixture
+from tests.model.paged import PagedSequences, open_runner
+
+PROMPT = [5, 17, 200, 3, 77]
+
+
+@pytest.fixture
+def cache(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory with nothing but the library, in which even the smallest model is kept as a file."""
+    (tmp_path / "cache" / "kernels").mkdir(parents=True)
+    shutil.copy(built, tmp_path / "cache" / "kernels")
+    monkeypatch.setattr(packed, "SMALL_MODEL_BYTES", 0)
+    return tmp_path / "cache"
+
+
+def logits(directory: Path, cache_dir: Path | None) -> torch.Tensor:
+    runner = open_runner(directory, kernels_dir=cache_dir)
+    return PagedSequences(runner, [PROMPT], random.Random(0)).step({0: len(PROMPT)})[0][1]
+
+
+def files(cache_dir: Path) -> list[Path]:
+    return sorted((cache_dir / "packed").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mapped_file_serves_like_memory(
+    family: str,
+    checkpoint: Callable[[str], Path],  # noqa: F811
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = logits(checkpoint(family), cache)
+    [file] = files(cache)
+    written_ns = file.stat().st_mtime_ns
+    assert torch.equal(logits(checkpoint(family), cache), first)
+    assert [f.stat().st_mtime_ns for f in files(cache)] == [written_ns]
+    monkeypatch.undo()
+    assert torch.equal(logits(checkpoint(family), cache), first)
+    torch.testing.assert_close(first, logits(checkpoint(family), None), rtol=1e-4, atol=2e-4)
+
+
+def test_a_changed_checkpoint_replaces_its_file(
+    checkpoint: Callable[[str], Path],  # noqa: F811
+    cache: Path,
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint("llama_gqa_tied"), directory)
+    before = logits(directory, cache)
+    tensors = load_file(directory / SINGLE_FILE)
+    # One value that the revision does not sample; the file's time tells.
+    tensors["model.layers.0.mlp.up_proj.weight"].view(-1)[1000] += 1.0
+    save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
+    after = logits(directory, cache)
+    assert not torch.equal(before, after)
+    assert len(files(cache)) == 1
+
+
+def test_a_broken_file_is_made_anew_and_an_unwritable_cache_is_no_obstacle(
+    checkpoint: Callable[[str], Path],  # noqa: F811
+    cache: Path,
+) -> None:
+    expected = logits(checkpoint("qwen2"), cache)
+    [file] = files(cache)
+    file.write_bytes(file.read_bytes()[:100])
+    assert torch.equal(logits(checkpoint("qwen2"), cache), expected)
+    shutil.rmtree(cache / "packed")
+    (cache / "packed").write_text("in the way")
+    assert torch.equal(logits(checkpoint("qwen2"), cache), expected)
+
+
+_MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from gpu_worker.model_runner import load_runner
+from gpu_worker.step_batch import StepBatch
+
+def memory(field):  # bytes
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+torch.nn.functional.linear(torch.ones(8, 8), torch.ones(8, 8))
+peak, anonymous = memory("VmHWM"), memory("RssAnon")
+runner = load_runner(
+    Path(sys.argv[1]), device="cpu", weight_dtype="auto", attention_backend="auto", page_size=16, num_pages=8,
+    kv_memory_bytes=0, max_model_len=None, name="smollm2", kernels_dir=Path(sys.argv[2]),
+)
+runner.forward(StepBatch([1], [0], [0], [1], [1], [[0]], [0]))
+print(runner.attention_backend, memory("VmHWM") - peak, memory("RssAnon") - anonymous, memory("RssFile"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_the_real_model_is_packed_once_by_two_workers_and_resident_once_in_each(smollm2_dir: Path, cache: Path) -> None:
+    workers = [start(["-c", _MEASURE, str(smollm2_dir), str(cache)], OMP_NUM_THREADS="1") for _ in range(2)]
+    file_bytes = (smollm2_dir / SINGLE_FILE).stat().st_size
+    for worker in workers:
+        output, _ = worker.communicate(timeout=100)
+        assert worker.returncode == 0, output
+        backend, peak, anonymous, resident_file = output.split()
+        assert backend == "cpu"
+        assert int(peak) < 1.3 * file_bytes
+        assert int(anonymous) < 0.3 * file_bytes
+        assert int(resident_file) < 1.8 * file_bytes
+    assert len(list((cache / "packed").iterdir())) == 2  # the file and its lock
