@@ -14,6 +14,7 @@ constexpr int64_t BLOCK = 128;      // positions whose scores are held at once
 constexpr int64_t SPLIT = 512;      // positions of one work item; gpu_worker/attention/cpu_backend.py has it too
 constexpr int64_t ITEM_ROWS = 64;   // query rows (a query times a head) that share a block's K and V
 constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t ATTEND_SERIAL_BELOW = 1 << 17;  // multiply-adds of Q and K: less is done before another thread wakes up
 constexpr float NOTHING = -__builtin_inff();  // maximum of a row that has seen no key
 
 // A run of up to a few queries of one sequence, consecutive positions. Mirrors the rows of the `tiles` argument.
@@ -169,7 +170,10 @@ extern "C" void KERNEL(attend)(const float* q, int64_t q_stride, const float* ke
                                int64_t kv_heads, int64_t head_dim, int64_t window, float scale, int64_t threads) {
   const Shape shape{page_size, heads, kv_heads, head_dim, window};
   const int64_t size = shape.partial_size(), group = shape.group();
-#pragma omp parallel num_threads(threads)
+  int64_t work = 0;
+  for (int64_t i = 0; i < num_tiles; ++i)
+    work += tiles[i].num_queries * (tiles[i].first_position + tiles[i].num_queries) * heads * head_dim;
+#pragma omp parallel num_threads(work < ATTEND_SERIAL_BELOW ? 1 : threads)
   {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_items * kv_heads; ++i) {
@@ -185,7 +189,7 @@ extern "C" void KERNEL(attend)(const float* q, int64_t q_stride, const float* ke
                      begin, end, scale);
       }
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < num_tiles * heads; ++i) {
       const QueryTile& tile = tiles[i / heads];
       const int64_t head = i % heads, kv_head = head / group, rows = tile.num_queries * group;
