@@ -86,15 +86,15 @@ async def test_a_large_body_is_parsed_like_a_small_one(stack: Stack) -> None:
 
 
 async def test_a_20_mb_prompt_delays_nobody(stack: Stack) -> None:
-    """Three shapes of 20 MB each, and meanwhile the longest turn of the event loop that everybody shares."""
+    """Three shapes of 20 MB each, and meanwhile the CPU of the longest turn of the event loop that everybody shares."""
     longest_s = 0.0
 
     async def watch() -> None:
         nonlocal longest_s
         while True:
-            started_s = time.perf_counter()
+            started_s = time.thread_time()
             await asyncio.sleep(0.001)
-            longest_s = max(longest_s, time.perf_counter() - started_s)
+            longest_s = max(longest_s, time.thread_time() - started_s)
 
     bodies = [body(json.dumps("Hello, world! " * 1_430_000)), body('"' + "\\n\\u00e9" * 2_500_000 + '"')]
     bodies.append(body("[" + ",".join(["12345"] * 3_400_000) + "]"))
@@ -103,17 +103,20 @@ async def test_a_20_mb_prompt_delays_nobody(stack: Stack) -> None:
         status, answer = await stack.post_raw("/v1/completions", raw)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     watcher.cancel()
-    # The client shares this loop and the machine two cores: what counts is that no parse (0.2 s and more) is in it.
+    # The client shares this loop: what counts is that no parse (0.2 s and more of CPU) is in it.
     assert longest_s < 0.15
 
 
 def tokenizing() -> set[int]:
-    """Tokenizer processes of this one that are in the middle of a long text: some 150 bytes of memory for each byte."""
-    return {
-        child.pid
-        for child in psutil.Process().children()
-        if "gateway.text.tokenizer_process" in child.cmdline() and child.memory_info().rss > 400 * MIB
-    }
+    """Pids of our children that are at work on a large text."""
+    return {child.pid for child in psutil.Process().children() if _is_busy_tokenizer(child)}
+
+
+def _is_busy_tokenizer(child: psutil.Process) -> bool:
+    try:
+        return "gateway.text.tokenizer_process" in child.cmdline() and child.memory_info().rss > 400 * MIB
+    except psutil.NoSuchProcess:  # it ended meanwhile; a zombie is one too
+        return False
 
 
 async def test_a_20_mb_prompt_that_fits_is_tokenized_while_others_are_answered(new_stack: StackOpener) -> None:
@@ -121,18 +124,20 @@ async def test_a_20_mb_prompt_that_fits_is_tokenized_while_others_are_answered(n
     long = body(json.dumps("The quick brown fox jumps over 12,345 lazy dogs. " * 400_000))
     async with new_stack(saying([5, 2]), card={"max_model_len": 2**26, "max_request_tokens": 2**26}) as stack:
         unanswered = asyncio.create_task(stack.post_raw("/v1/completions", long))
-        async with asyncio.timeout(30):
-            while not (busy := tokenizing()):  # noqa: ASYNC110  # another process's state announces itself by no event
-                await asyncio.sleep(0.01)
-        for _ in range(20):
-            assert (await stack.complete("Hello"))[0] == 200
-        assert tokenizing() == busy  # the same process, with the same text
-        assert not unanswered.done()
-        arrived = [await stack.scheduler.arrived.get() for _ in range(20)]
-        assert stack.scheduler.arrived.empty()
-        assert all(len(entry.prompt) == 1 for entry in arrived)
-        unanswered.cancel()  # the rest takes 15 s and 3 GB
-        await asyncio.wait([unanswered])
+        try:
+            async with asyncio.timeout(30):
+                while not (busy := tokenizing()):  # noqa: ASYNC110  # another process can only be polled
+                    await asyncio.sleep(0.01)
+            for _ in range(20):
+                assert (await stack.complete("Hello"))[0] == 200
+            assert tokenizing() == busy  # the same process, with the same text
+            assert not unanswered.done()
+            arrived = [await stack.scheduler.arrived.get() for _ in range(20)]
+            assert stack.scheduler.arrived.empty()
+            assert all(len(entry.prompt) == 1 for entry in arrived)
+        finally:
+            unanswered.cancel()  # the rest takes 15 s and 3 GB
+            await asyncio.wait([unanswered])
 
 
 async def test_a_body_that_says_it_is_too_large_is_refused_unread(stack: Stack) -> None:
