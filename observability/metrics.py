@@ -36,7 +36,6 @@ TTFT_BUCKETS_S = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 
 REQUEST_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 600.0)
 LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
-PHASES = ("prefill", "decode")
 PAGE_STATES = ("free", "cached", "in_use", "retiring")
 STEP_PARTS = ("build", "forward", "sample")
 

@@ -32,7 +32,6 @@ def request_span_name(operation: str, model: str) -> str:
 EVENT_FIRST_TOKEN: Final = "first_token"
 EVENT_PREEMPTED: Final = "preempted"
 EVENT_WORKER_LOST: Final = "worker_lost"
-EVENT_STALLED: Final = "stalled"
 EVENT_CANCELLED: Final = "cancelled"
 
 # Attributes by semantic convention.

@@ -70,10 +70,7 @@ class PlanBuilder:
             stalled = [s for s in worker.running.values() if not s.is_prefilling and _at_its_limit(s)]
             if len(stalled) <= worker.pool.num_available or len(worker.running) == 1:
                 return preempted
-            victim = min(
-                worker.running.values(), key=lambda s: (s.request.spec.priority, -s.request.arrived_order, -s.choice)
-            )
-            self._preempt(victim)
+            self._preempt(min(worker.running.values(), key=_preempted_first))
             preempted = True
 
     def _repeat_is_short(self, worker: WorkerView, decodes: list[Sequence]) -> bool:
