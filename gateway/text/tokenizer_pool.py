@@ -27,6 +27,9 @@ MAX_WAITING = 64
 CHUNK_CHARS = 256 * 1024
 """Longest stretch of a text handled between two turns of the event loop (under 1 ms)."""
 
+ENCODE_TIMEOUT_S = 180.0
+"""A process that takes longer is given up with its text: the largest body takes some 30 s on an idle core."""
+
 MAX_KEPT_BYTES = 2 * 1024 * 1024
 """A process that tokenized more text than this ends: it would keep some 75 bytes of memory for each byte of it."""
 
@@ -73,7 +76,7 @@ class TokenizerPool:
 
         Raises ContextLengthExceeded (naming `param`) when there are more, without tokenizing where the length in bytes
         already tells; InvalidRequest for a lone surrogate; Overloaded when too many texts wait; Unavailable when the
-        process died on this text twice. Cancelling it stops the work.
+        process died on this text twice, or took too long. Cancelling it stops the work.
         """
         if len(text) <= INLINE_CHARS:
             token_ids = self._tokenizer.encode(text, add_special_tokens)
@@ -111,7 +114,10 @@ class TokenizerPool:
         try:
             for _ in range(2):
                 try:
-                    return await process.encode(chunks, add_special_tokens, limit_tokens)
+                    async with asyncio.timeout(ENCODE_TIMEOUT_S):
+                        return await process.encode(chunks, add_special_tokens, limit_tokens)
+                except TimeoutError as error:  # an OSError as well; trying again would take as long
+                    raise Unavailable("this prompt takes too long to tokenize") from error
                 except (OSError, EOFError) as error:
                     logger.warning("a tokenizer process died: %r", error)
             raise Unavailable("the tokenizer process died on this prompt, twice")

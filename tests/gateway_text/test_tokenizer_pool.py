@@ -129,6 +129,20 @@ async def test_a_killed_process_is_replaced_unnoticed(pool: TokenizerPool, smoll
     assert await pool.encode(LONG, True, NO_LIMIT) == smollm2.encode(LONG, True)
 
 
+async def test_a_process_that_hangs_is_given_up_and_replaced(
+    pool: TokenizerPool, smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pool.encode(LONG, True, NO_LIMIT)
+    (child,) = children()
+    child.suspend()
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer_pool, "ENCODE_TIMEOUT_S", 0.2)
+        with pytest.raises(Unavailable, match="too long"):
+            await pool.encode(LONG, True, NO_LIMIT)
+    assert not child.is_running()
+    assert await pool.encode(LONG, True, NO_LIMIT) == smollm2.encode(LONG, True)
+
+
 async def test_a_text_that_kills_its_process_twice_is_given_up(smollm2: Tokenizer, tmp_path: Path) -> None:
     """The processes find no tokenizer in their directory and end at once."""
     async with TokenizerPool(smollm2, tmp_path, num_processes=1) as pool:
