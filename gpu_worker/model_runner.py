@@ -14,10 +14,12 @@ from gpu_worker.kernels.decoder import PackedCausalLM
 from gpu_worker.kernels.library import Kernels, load_kernels
 from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
+from gpu_worker.kv_format import PlainKV
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
 from gpu_worker.rope import RotaryEmbedding
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.upload import upload
 from gpu_worker.weights import load_weights, resolve_dtype, weights_revision
 from wire.errors import ConfigInvalid
 from wire.plan import ModelCard, PageCopy
@@ -58,7 +60,7 @@ class TorchModelRunner:
         self._kv_cache = kv_cache
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, self.device)
         self._windows = frozenset(config.layer_windows)
-        self._dtype = kv_cache.layout.dtype
+        self._dtype = kv_cache.layout.kv_format.compute_dtype
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -84,7 +86,7 @@ class TorchModelRunner:
         self._kv_cache.copy_pages(copies)
 
     def _indices(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device)
+        return upload(values, torch.int64, self.device)
 
 
 def load_runner(
@@ -112,11 +114,19 @@ def load_runner(
     context_limit = _context_limit(config, max_model_len)
     kernels = load_kernels(kernels_dir) if kernels_dir is not None and torch_device.type == "cpu" else None
     model, dtype = _load_model(config, model_dir, weight_dtype, torch_device, kernels, kernels_dir)
-    attention = choose(attention_backend, torch_device, dtype, head_dim=config.head_dim, kernels=kernels)
+    attention = choose(
+        attention_backend,
+        torch_device,
+        dtype,
+        head_dim=config.head_dim,
+        kernels=kernels,
+        capability=torch.cuda.get_device_capability(torch_device) if torch_device.type == "cuda" else None,
+    )
+    kv_format = PlainKV(dtype)
     layout = KVLayout.sized(
         config,
         page_size=page_size_for(attention, page_size),
-        dtype=dtype,
+        kv_format=kv_format,
         num_pages=num_pages,
         memory_bytes=kv_memory_bytes,
     )
@@ -127,7 +137,7 @@ def load_runner(
         vocab_size=config.vocab_size,
         max_model_len=context_limit,
         eos_token_ids=config.eos_token_ids,
-        kv_dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=kv_format.name,
     )
     return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device))
 
