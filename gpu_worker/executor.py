@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -22,12 +21,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias, assert_never
 
-import torch
-
 from gpu_worker.batching import PlanRun, StepEntry, build_batch
-from gpu_worker.model_port import ModelRunner
+from gpu_worker.model_port import ModelRunner, Sampled, StepOutput
 from gpu_worker.residency import Residency
-from gpu_worker.sampler import Sampled, sample
 from gpu_worker.sequences import SequenceTable
 from gpu_worker.telemetry import StepTelemetry
 from wire.ids import Epoch
@@ -82,16 +78,12 @@ class Executor:
     """`async with Executor(…) as executor`: the compute thread lives as long as the block.
 
     epoch: of this process's KV tensors; later ones, after a step that raised, count up from it.
-    threads: intra-op threads of torch; None takes every core.
     """
 
-    def __init__(
-        self, runner: ModelRunner, telemetry: StepTelemetry, *, epoch: Epoch, threads: int | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, telemetry: StepTelemetry, *, epoch: Epoch) -> None:
         self.runner = runner
         self._telemetry = telemetry
         self._epoch = epoch
-        self._threads = threads or os.cpu_count() or 1
         self._residency = Residency(runner.page_size)
         self._table = SequenceTable(
             runner.card,
@@ -156,9 +148,8 @@ class Executor:
     # Everything below runs in the compute thread.
 
     def _serve(self) -> None:
-        torch.set_num_threads(self._threads)
         channel: PlanChannel | None = None
-        with torch.inference_mode():
+        with self.runner.compute_thread():
             while True:
                 match self._take():
                     case _Open(new_channel, opened):
@@ -236,14 +227,12 @@ class Executor:
     def _step(self, entries: list[StepEntry], watch: _StepWatch) -> tuple[list[Progress], StepTiming]:
         batch = build_batch(entries, self.runner.page_size)
         watch.lap()
-        logits = self.runner.forward(batch)
+        sampling = [entry.sequence for entry in entries if entry.samples]
+        output = self.runner.step(batch, sampling)
         watch.lap()
-        sampling = [entry for entry in entries if entry.samples]
-        sampled = sample(logits, [entry.sequence for entry in sampling], self.runner.card)
-        watch.lap()
-        timing = watch.timing(entries)
+        timing = watch.timing(entries, output)
         self._telemetry.step_done(entries, timing)
-        by_sequence = {entry.sequence.seq_id: drawn for entry, drawn in zip(sampling, sampled, strict=True)}
+        by_sequence = {sequence.seq_id: drawn for sequence, drawn in zip(sampling, output.sampled, strict=True)}
         progress = [self._advance(entry, by_sequence.get(entry.sequence.seq_id)) for entry in entries]
         self._telemetry.set_sequences(len(self._table))
         return progress, timing
@@ -271,10 +260,7 @@ class Executor:
 
 
 class _StepWatch:
-    """Times one step by its parts: build (copies included), forward, sample.
-
-    On an accelerator forward returns early; what is left of it then counts as sample, which waits for the tokens.
-    """
+    """Times one step by its parts: build (copies included), forward, and sample, which the runner tells apart."""
 
     def __init__(self) -> None:
         self._started_unix_ns = time.time_ns()
@@ -283,13 +269,13 @@ class _StepWatch:
     def lap(self) -> None:
         self._laps_ns.append(time.perf_counter_ns())
 
-    def timing(self, entries: list[StepEntry]) -> StepTiming:
-        started, built, forwarded, sampled = self._laps_ns
+    def timing(self, entries: list[StepEntry], output: StepOutput) -> StepTiming:
+        started, built, stepped = self._laps_ns
         return StepTiming(
             started_unix_ns=self._started_unix_ns,
             build_us=(built - started) // 1000,
-            forward_us=(forwarded - built) // 1000,
-            sample_us=(sampled - forwarded) // 1000,
+            forward_us=max(0, (stepped - built) // 1000 - output.sample_us),
+            sample_us=output.sample_us,
             prefill_tokens=sum(entry.end - entry.start for entry in entries if entry.is_prefill),
             decode_tokens=sum(1 for entry in entries if not entry.is_prefill),
             context_tokens=sum(entry.end for entry in entries),

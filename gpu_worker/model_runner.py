@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +20,10 @@ from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.kv_format import PlainKV
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
+from gpu_worker.model_port import StepOutput
 from gpu_worker.rope import RotaryEmbedding
+from gpu_worker.sampler import sample
+from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.upload import upload
 from gpu_worker.weights import load_weights, resolve_dtype, weights_revision
@@ -40,7 +46,7 @@ class LanguageModel(Protocol):
 
 
 class TorchModelRunner:
-    """Implements gpu_worker.model_port.ModelRunner."""
+    """Implements gpu_worker.model_port.ModelRunner. threads: intra-op threads of torch; None takes every core."""
 
     def __init__(
         self,
@@ -49,6 +55,8 @@ class TorchModelRunner:
         model: LanguageModel,
         attention: AttentionBackend,
         kv_cache: KVCache,
+        *,
+        threads: int | None = None,
     ) -> None:
         self.card = card
         self.num_pages = kv_cache.layout.num_pages
@@ -61,6 +69,21 @@ class TorchModelRunner:
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, self.device)
         self._windows = frozenset(config.layer_windows)
         self._dtype = kv_cache.layout.kv_format.compute_dtype
+        self._threads = threads or os.cpu_count() or 1
+
+    @contextmanager
+    def compute_thread(self) -> Iterator[None]:
+        """Entered by the thread that steps, around all of its steps."""
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            yield
+
+    def step(self, batch: StepBatch, sampling: Sequence[LiveSequence]) -> StepOutput:
+        """Write the KV of every token of `batch` and draw the next token of each sequence in `sampling`."""
+        logits = self.forward(batch)
+        forwarded_ns = time.perf_counter_ns()
+        sampled = sample(logits, sampling, self.card)
+        return StepOutput(sampled, (time.perf_counter_ns() - forwarded_ns) // 1000)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -101,12 +124,14 @@ def load_runner(
     max_model_len: int | None,
     name: str,
     kernels_dir: Path | None = None,
+    threads: int | None = None,
 ) -> TorchModelRunner:
     """Load a Hugging Face directory and make its KV pages.
 
     device: a torch device, or `auto`: cuda when there is one. page_size: tokens, None: the attention backend's.
     num_pages None: as many as kv_memory_bytes holds. max_model_len: tokens, None: the model's own limit.
     kernels_dir: where the CPU kernels and the weights they pack are kept; None: do without them.
+    threads: intra-op threads of the compute thread; None: every core.
     Raises ModelUnsupported when the directory is not one we can run exactly, ConfigInvalid for the other arguments.
     """
     config = load_decoder_config(model_dir)
@@ -139,7 +164,7 @@ def load_runner(
         eos_token_ids=config.eos_token_ids,
         kv_dtype=kv_format.name,
     )
-    return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device))
+    return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device), threads=threads)
 
 
 def _load_model(

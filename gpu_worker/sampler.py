@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from gpu_worker.model_port import Sampled
 from gpu_worker.randomness import uniform
 from gpu_worker.sequences import LiveSequence
 from wire.plan import ModelCard
@@ -21,14 +21,6 @@ from wire.sampling import SamplingParams, TokenLogprobs
 
 _NUCLEUS_GUESSES = (256, 4096)
 """Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only when they do not reach p."""
-
-
-@dataclass(slots=True)
-class Sampled:
-    """token None: the logits hold no usable number, and the sequence cannot go on."""
-
-    token: int | None
-    logprobs: TokenLogprobs | None = None
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[LiveSequence], card: ModelCard) -> list[Sampled]:

@@ -26,7 +26,8 @@ def choose(
 ) -> AttentionBackend:
     """`torch`, `flash_attn`, `cpu`, or `auto`: of flash-attn and the CPU kernel the one that can run, else torch.
 
-    kernels: on a CPU, where they are built. capability: of a CUDA device. Raises ConfigInvalid when the backend asked for cannot run, saying why.
+    kernels: on a CPU, where they are built. capability: of a CUDA device.
+    Raises ConfigInvalid when the backend asked for cannot run, saying why.
     """
     flash_obstacle = flash_attn_backend.obstacle(device, dtype, head_dim, capability)
     cpu_obstacle = cpu_backend.obstacle(kernels, dtype, head_dim)

@@ -30,8 +30,9 @@ def tokens(count: int) -> list[int]:
 
 
 def test_card_says_what_is_served(checkpoint: Callable[[str], Path]) -> None:
-    runner: ModelRunner = open_runner(checkpoint(FAMILY), max_model_len=100)
-    card = runner.card
+    runner = open_runner(checkpoint(FAMILY), max_model_len=100)
+    port: ModelRunner = runner
+    card = port.card
     assert (card.name, card.architecture, card.vocab_size) == ("tiny", "LlamaForCausalLM", 320)
     assert (card.max_model_len, card.eos_token_ids, card.kv_dtype) == (100, (2,), "float32")
     assert len(card.revision) == 64
