@@ -43,19 +43,20 @@ def _sample_row(logits: torch.Tensor, sequence: LiveSequence, card: ModelCard, g
     masked: list[int] = []
     if sequence.num_output_tokens < params.min_tokens:
         masked = [stop_id for stop_id in sequence.stop_ids(card) if stop_id < len(logits)]
-    if masked or params.temperature > 0 or _changes_logits(params):
-        token = _draw(_adjusted(logits.double(), sequence, masked), sequence)
+    if masked or params.temperature > 0 or changes_logits(params):
+        token = _draw(adjusted(logits.double(), sequence, masked), sequence)
     if token is None or params.logprobs is None:
         return Sampled(token)
     return Sampled(token, token_logprobs(logits, token, params.logprobs))
 
 
-def _changes_logits(p: SamplingParams) -> bool:
+def changes_logits(p: SamplingParams) -> bool:
+    """Bias or penalties."""
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     return penalized or bool(p.logit_bias)
 
 
-def _adjusted(logits: torch.Tensor, sequence: LiveSequence, masked: Sequence[int]) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, sequence: LiveSequence, masked: Sequence[int]) -> torch.Tensor:
     """Bias, mask and penalties. logits: float64 [vocab_size], owned by the caller and changed in place.
 
     Repetition over prompt and output as in Keskar et al., "CTRL" (2019), §4.1; presence and frequency over the
