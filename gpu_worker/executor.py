@@ -6,7 +6,10 @@
       deliver  ◂────────────────────────  call_soon_threadsafe, in order  ◂───────────  StepReport
 
 The thread alone touches the model, the sequences and the residency. Anything newer in the inbox makes the running
-plan yield after its step.
+plan yield after its step. A pipelined runner (a GPU) is given the next step before this one's tokens are read:
+
+    device  | step 0      | step 1      | step 2      |            fed by the tokens of the step before, on the device
+    host      launch 1 ▸ read 0 ▸ launch 2 ▸ read 1 ▸ …            a plan that arrives meanwhile waits for one step more
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TypeAlias, assert_never
 
-from gpu_worker.batching import PlanRun, StepEntry, build_batch
-from gpu_worker.model_port import ModelRunner, Sampled, StepOutput
+from gpu_worker.batching import PlanRun, StepEntry, build_batch, step_ahead
+from gpu_worker.model_port import ModelRunner, PipelinedRunner, Sampled, StepOutput
 from gpu_worker.residency import Residency
-from gpu_worker.sequences import SequenceTable
+from gpu_worker.sequences import LiveSequence, SequenceTable
 from gpu_worker.telemetry import StepTelemetry
 from wire.ids import Epoch
 from wire.plan import PageUnits, Progress, StepPlan, StepReport, StepTiming
@@ -210,32 +214,57 @@ class Executor:
             self._telemetry.set_sequences(len(self._table))
             yield StepReport(plan.plan_id, 0, plan_done=True, progress=progress)
             return
+        launched = self._launch(entries, watch)
         for step in range(plan.max_steps):
-            stepped, timing = self._step(entries, watch)
+            ahead = self._launch_ahead(launched) if step + 1 < plan.max_steps else None
+            stepped, timing = self._finish(launched)
             progress = progress + stepped
-            entries = run.next_step()
-            plan_done = step + 1 == plan.max_steps or not entries or bool(self._inbox)
+            if ahead is None:
+                entries = run.next_step()
+                plan_done = step + 1 == plan.max_steps or not entries or bool(self._inbox)
+            else:
+                ahead.watch.restart()
+                plan_done = not any(self._is_live(entry) for entry in ahead.entries)  # all stopped: it ran for nothing
             yield StepReport(plan.plan_id, step, plan_done, progress, timing)
             if plan_done:
                 return
-            progress, watch = [], _StepWatch()
+            progress, launched = [], ahead or self._launch(entries, _StepWatch())
 
     def _copy_pages(self, plan: StepPlan) -> None:
         self.runner.copy_pages(plan.page_copies)
         self._residency.copied(plan.page_copies)
 
-    def _step(self, entries: list[StepEntry], watch: _StepWatch) -> tuple[list[Progress], StepTiming]:
+    def _launch(self, entries: list[StepEntry], watch: _StepWatch) -> _Launched:
+        """Begin a step. A runner that is not pipelined runs it when its result is asked for."""
         batch = build_batch(entries, self.runner.page_size)
         watch.lap()
         sampling = [entry.sequence for entry in entries if entry.samples]
-        output = self.runner.step(batch, sampling)
-        watch.lap()
-        timing = watch.timing(entries, output)
+        if isinstance(self.runner, PipelinedRunner):
+            return _Launched(entries, sampling, watch, self.runner.launch(batch, sampling).result)
+        return _Launched(entries, sampling, watch, partial(self.runner.step, batch, sampling))
+
+    def _launch_ahead(self, launched: _Launched) -> _Launched | None:
+        """The step after `launched`, begun before that one's tokens are read; a newer plan in the inbox comes first."""
+        if self._inbox or not isinstance(self.runner, PipelinedRunner):
+            return None
+        entries = step_ahead(launched.entries, self.runner.card)
+        return self._launch(entries, _StepWatch()) if entries else None
+
+    def _finish(self, launched: _Launched) -> tuple[list[Progress], StepTiming]:
+        """Wait for a step and account for it; what it ran of sequences that are over by now is dropped."""
+        output = launched.result()
+        launched.watch.lap()
+        timing = launched.watch.timing(launched.entries, output)
+        entries = [entry for entry in launched.entries if self._is_live(entry)]
         self._telemetry.step_done(entries, timing)
-        by_sequence = {sequence.seq_id: drawn for sequence, drawn in zip(sampling, output.sampled, strict=True)}
-        progress = [self._advance(entry, by_sequence.get(entry.sequence.seq_id)) for entry in entries]
+        drawn = {sequence.seq_id: one for sequence, one in zip(launched.sampling, output.sampled, strict=True)}
+        progress = [self._advance(entry, drawn.get(entry.sequence.seq_id)) for entry in entries]
         self._telemetry.set_sequences(len(self._table))
         return progress, timing
+
+    def _is_live(self, entry: StepEntry) -> bool:
+        sequence = entry.sequence
+        return self._table.find(sequence.seq_id, sequence.incarnation) is sequence
 
     def _advance(self, entry: StepEntry, sampled: Sampled | None) -> Progress:
         """Account for one sequence's part of a step that ran; drops the sequence when it is over."""
@@ -259,6 +288,16 @@ class Executor:
         return progress
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A step under way."""
+
+    entries: list[StepEntry]
+    sampling: list[LiveSequence]
+    watch: _StepWatch
+    result: Callable[[], StepOutput]
+
+
 class _StepWatch:
     """Times one step by its parts: build (copies included), forward, and sample, which the runner tells apart."""
 
@@ -268,6 +307,11 @@ class _StepWatch:
 
     def lap(self) -> None:
         self._laps_ns.append(time.perf_counter_ns())
+
+    def restart(self) -> None:
+        """The step before has only now ended: building this one was hidden behind it, and its own time begins."""
+        self._started_unix_ns = time.time_ns()
+        self._laps_ns = [time.perf_counter_ns()] * 2
 
     def timing(self, entries: list[StepEntry], output: StepOutput) -> StepTiming:
         started, built, stepped = self._laps_ns

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from gpu_worker.float8 import FLOAT8, quantize_rows
+from wire.errors import ConfigInvalid
 
 _SCALE_BYTES = 4  # one float32
 
@@ -69,7 +70,7 @@ class PlainKV:
 class Float8KV:
     """e4m3, each row with a scale of its own, so that a row depends on nothing but its token's K or V.
 
-    | head_dim bytes e4m3 | float32 scale |        head_dim must be a multiple of 4, for the scale's alignment
+    | head_dim bytes e4m3 | float32 scale |        head_dim is a multiple of 4, for the scale's alignment
     """
 
     compute_dtype: torch.dtype
@@ -93,3 +94,22 @@ class Float8KV:
         values = stored[..., :-_SCALE_BYTES].contiguous().view(FLOAT8)
         scales = stored[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
         return (values.float() * scales).to(self.compute_dtype)
+
+
+def choose_kv_format(name: str, compute_dtype: torch.dtype, device: torch.device, head_dim: int) -> KVFormat:
+    """`auto`: as computed; `float8`, on CUDA. Raises ConfigInvalid for anything else, naming the variable."""
+    variable = "PHASEMESH_KV_DTYPE"
+    match name:
+        case "auto":
+            return PlainKV(compute_dtype)
+        case "float8" if device.type != "cuda":
+            raise ConfigInvalid(f"{variable}=float8: needs a CUDA device, not {device}", param=variable)
+        case "float8" if head_dim % _SCALE_BYTES:
+            raise ConfigInvalid(
+                f"{variable}=float8: needs a head dimension that is a multiple of {_SCALE_BYTES}, not {head_dim}",
+                param=variable,
+            )
+        case "float8":
+            return Float8KV(compute_dtype)
+        case _:
+            raise ConfigInvalid(f"{variable}={name!r}: one of auto, float8", param=variable)

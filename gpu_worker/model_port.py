@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
@@ -64,4 +64,21 @@ class ModelRunner(Protocol):
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy slots [0, num_slots) of each source page to its target page, in every layer, in order."""
+        ...
+
+
+class PendingStep(Protocol):
+    """A step under way on a device."""
+
+    def result(self) -> StepOutput:
+        """Wait for it. To be called once, in the order of the launches."""
+        ...
+
+
+@runtime_checkable
+class PipelinedRunner(ModelRunner, Protocol):
+    """A runner whose device works while the host prepares: the next step may be launched before this one is read."""
+
+    def launch(self, batch: StepBatch, sampling: Sequence[LiveSequence]) -> PendingStep:
+        """Begin a step, as `step` does, after all that were launched before. Takes `batch.fed_rows`."""
         ...

@@ -17,7 +17,7 @@ from gpu_worker.kernels.decoder import PackedCausalLM
 from gpu_worker.kernels.library import Kernels, load_kernels
 from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
-from gpu_worker.kv_format import PlainKV
+from gpu_worker.kv_format import choose_kv_format
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
 from gpu_worker.model_port import StepOutput
@@ -95,7 +95,7 @@ class TorchModelRunner:
             batch, page_size=self.page_size, windows=self._windows, dtype=self._dtype, device=self.device
         )
         return self._model(
-            self._indices(batch.token_ids),
+            self._token_ids(batch),
             self._rotary.cos_sin(self._indices(batch.positions), self._dtype),
             self._kv_cache,
             self._indices(batch.slot_mapping),
@@ -107,6 +107,9 @@ class TorchModelRunner:
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy slots [0, num_slots) of each source page to its target page, in every layer, in order."""
         self._kv_cache.copy_pages(copies)
+
+    def _token_ids(self, batch: StepBatch) -> torch.Tensor:
+        return self._indices(batch.token_ids)
 
     def _indices(self, values: list[int]) -> torch.Tensor:
         return upload(values, torch.int64, self.device)
@@ -125,6 +128,8 @@ def load_runner(
     name: str,
     kernels_dir: Path | None = None,
     threads: int | None = None,
+    kv_dtype: str = "auto",
+    cuda_graphs: bool = True,
 ) -> TorchModelRunner:
     """Load a Hugging Face directory and make its KV pages.
 
@@ -132,6 +137,7 @@ def load_runner(
     num_pages None: as many as kv_memory_bytes holds. max_model_len: tokens, None: the model's own limit.
     kernels_dir: where the CPU kernels and the weights they pack are kept; None: do without them.
     threads: intra-op threads of the compute thread; None: every core.
+    kv_dtype: `auto`, or `float8` on CUDA. cuda_graphs: capture decode steps where the attention backend allows it.
     Raises ModelUnsupported when the directory is not one we can run exactly, ConfigInvalid for the other arguments.
     """
     config = load_decoder_config(model_dir)
@@ -139,15 +145,16 @@ def load_runner(
     context_limit = _context_limit(config, max_model_len)
     kernels = load_kernels(kernels_dir) if kernels_dir is not None and torch_device.type == "cpu" else None
     model, dtype = _load_model(config, model_dir, weight_dtype, torch_device, kernels, kernels_dir)
+    kv_format = choose_kv_format(kv_dtype, dtype, torch_device, config.head_dim)
     attention = choose(
         attention_backend,
         torch_device,
         dtype,
         head_dim=config.head_dim,
         kernels=kernels,
-        capability=torch.cuda.get_device_capability(torch_device) if torch_device.type == "cuda" else None,
+        capability=_capability(torch_device),
+        kv_format=kv_format,
     )
-    kv_format = PlainKV(dtype)
     layout = KVLayout.sized(
         config,
         page_size=page_size_for(attention, page_size),
@@ -194,6 +201,11 @@ def _device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigInvalid(f"PHASEMESH_DEVICE={name!r}: {reason}", param="PHASEMESH_DEVICE") from error
     return device
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """A CUDA device's compute capability."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _context_limit(config: DecoderConfig, max_model_len: int | None) -> int:

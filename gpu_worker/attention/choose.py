@@ -10,6 +10,7 @@ from gpu_worker.attention.flash_attn_backend import FlashAttention
 from gpu_worker.attention.port import AttentionBackend
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.kernels.library import Kernels
+from gpu_worker.kv_format import Float8KV, KVFormat
 from wire.errors import ConfigInvalid
 
 VARIABLE = "PHASEMESH_ATTENTION_BACKEND"
@@ -23,12 +24,17 @@ def choose(
     head_dim: int,
     kernels: Kernels | None = None,
     capability: tuple[int, int] | None = None,
+    kv_format: KVFormat | None = None,
 ) -> AttentionBackend:
     """`torch`, `flash_attn`, `cpu`, or `auto`: of flash-attn and the CPU kernel the one that can run, else torch.
 
-    kernels: on a CPU, where they are built. capability: of a CUDA device.
+    kernels: on a CPU, where they are built. capability: of a CUDA device. kv_format: None: plain rows of `dtype`.
     Raises ConfigInvalid when the backend asked for cannot run, saying why.
     """
+    if isinstance(kv_format, Float8KV):
+        if name not in ("auto", "torch"):
+            raise ConfigInvalid(f"{VARIABLE}={name}: reads no float8 KV, which only torch does", param=VARIABLE)
+        return TorchAttention(kv_format)
     flash_obstacle = flash_attn_backend.obstacle(device, dtype, head_dim, capability)
     cpu_obstacle = cpu_backend.obstacle(kernels, dtype, head_dim)
     match name:
