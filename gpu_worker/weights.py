@@ -82,11 +82,13 @@ def load_weights(model: nn.Module, model_dir: Path, weights: WeightDtype, device
     stored type are rounded to that first. Raises ModelUnsupported as checked_tensors does.
     """
     tensors = checked_tensors(model, model_dir)
+    is_rounded = weights.stored is not weights.compute
     for name, tensor in tensors.items():
-        if weights.stored is not weights.compute and tensor.dim() == 2:
+        if is_rounded and tensor.dim() == 2:
             is_looked_up = name == EMBEDDING and HEAD in tensors
             tensor = rounded(tensor, embedding_dtype(weights.stored) if is_looked_up else weights.stored)
-        tensors[name] = tensor.to(device, weights.compute)
+        # One norm that stays mapped would keep all of the file's pages that were read.
+        tensors[name] = tensor.to(device, weights.compute, copy=is_rounded and tensor.dim() < 2)
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False)
 

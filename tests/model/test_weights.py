@@ -155,6 +155,7 @@ runner = load_runner(
     kv_memory_bytes=0, max_model_len=None, name="smollm2",
 )
 runner.forward(StepBatch([1], [0], [0], [1], [1], [[0]], [0]))
+assert "sympy" not in sys.modules, "torch's compiler was imported: 1 s and 70 MB"
 print(memory("VmHWM") - peak, memory("RssAnon") - anonymous)
 """
 
