@@ -80,10 +80,14 @@ def load_packed(
 
 
 def _packed_path(model_dir: Path, stored: torch.dtype, cache_dir: Path) -> Path:
-    """One file for each directory and type, so that a changed checkpoint replaces its own."""
-    directory = model_dir.resolve()
-    digest = hashlib.sha256(str(directory).encode()).hexdigest()[:12]
-    return cache_dir / "packed" / f"{directory.name}-{digest}-{str(stored).removeprefix('torch.')}.safetensors"
+    """One file for each checkpoint and type, so that a changed checkpoint replaces its own.
+
+    Directories that link to the same files are one checkpoint.
+    """
+    sources = [str(file.resolve()) for file in (model_dir / "config.json", *weight_files(model_dir))]
+    digest = hashlib.sha256("\0".join(sources).encode()).hexdigest()[:12]
+    name = f"{Path(sources[0]).parent.name}-{digest}-{str(stored).removeprefix('torch.')}.safetensors"
+    return cache_dir / "packed" / name
 
 
 def _key(model_dir: Path) -> str:

@@ -151,6 +151,20 @@ def test_a_file_holds_its_types_rounded_weights_and_the_rest_in_float32(
     assert ("1.qkv.scales" in mapped) == (stored is torch.int8)
 
 
+def test_a_directory_of_links_is_the_checkpoint_it_links_to(
+    checkpoint: Callable[[str], Path],  # noqa: F811
+    cache: Path,
+    tmp_path: Path,
+) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in checkpoint("qwen2").iterdir():
+        (links / file.name).symlink_to(file)
+    for directory in (checkpoint("qwen2"), links):
+        pack_with(directory, torch.float32, cache)
+    assert len(files(cache)) == 1
+
+
 def test_each_type_has_its_own_file(checkpoint: Callable[[str], Path], cache: Path) -> None:  # noqa: F811
     for stored in (torch.float32, torch.bfloat16, torch.int8, torch.bfloat16):
         pack_with(checkpoint("qwen2"), stored, cache)
