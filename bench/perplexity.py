@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from gpu_worker.model_port import ModelRunner
-from gpu_worker.model_runner import load_runner
+from gpu_worker.model_runner import TorchModelRunner, load_runner
 from gpu_worker.step_batch import StepBatch
 from wire.config import WorkerConfig, load
 from wire.model_path import cache_root, model_path
@@ -54,7 +53,7 @@ class Score:
         return float(torch.tensor(self.loss / self.tokens, dtype=torch.float64).exp())
 
 
-def window_logits(runner: ModelRunner, tokens: list[int]) -> Iterator[torch.Tensor]:
+def window_logits(runner: TorchModelRunner, tokens: list[int]) -> Iterator[torch.Tensor]:
     """Logits [n, vocab_size] of all tokens of a sequence on the runner's first pages, chunk after chunk."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         end = min(start + CHUNK_TOKENS, len(tokens))
@@ -65,7 +64,7 @@ def window_logits(runner: ModelRunner, tokens: list[int]) -> Iterator[torch.Tens
         yield runner.forward(batch)
 
 
-def score(runners: dict[str, ModelRunner], tokens: list[int], window: int) -> dict[str, Score]:
+def score(runners: dict[str, TorchModelRunner], tokens: list[int], window: int) -> dict[str, Score]:
     """Score a text of token ids by every runner, side by side; `window` tokens at most see each other."""
     scores = {name: Score() for name in runners}
     for start in range(0, len(tokens), window):
@@ -80,7 +79,7 @@ def score(runners: dict[str, ModelRunner], tokens: list[int], window: int) -> di
     return scores
 
 
-def open_runner(config: WorkerConfig, weight_dtype: str, window: int) -> ModelRunner:
+def open_runner(config: WorkerConfig, weight_dtype: str, window: int) -> TorchModelRunner:
     return load_runner(
         model_path(config.model),
         device="cpu",

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 
 from bench import perplexity
 from bench.perplexity import REFERENCE, TEXT, WEIGHT_DTYPES, Score, score
-from gpu_worker.model_port import ModelRunner
+from gpu_worker.model_runner import TorchModelRunner
 from tests.model.conftest import checkpoint, load_reference  # noqa: F401  # fixtures
 from wire.config import WorkerConfig, load
 
 
-def runners_of(directory: Path, window: int) -> dict[str, ModelRunner]:
+def runners_of(directory: Path, window: int) -> dict[str, TorchModelRunner]:
     config = load(WorkerConfig, os.environ)
     config = replace(config, model=replace(config.model, model=str(directory)))
     return {name: perplexity.open_runner(config, name, window) for name in WEIGHT_DTYPES}
