@@ -53,6 +53,8 @@ def load_model(config: WorkerConfig) -> ModelRunner:
         model_path(config.model),
         device=config.device,
         weight_dtype=config.weight_dtype,
+        kv_dtype=config.kv_dtype,
+        cuda_graphs=config.cuda_graphs == "auto",
         attention_backend=config.attention_backend,
         kernels_dir=cache_root(config.model) if config.cpu_kernels == "auto" else None,
         page_size=config.page_size,

@@ -1,118 +1,28 @@
-"""A model in torch with its KV pages: what a worker runs its steps on."""
+"""From a model directory to a runner: weights, attention, KV pages, and on a GPU its graphs."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from gpu_worker.attention.choose import choose, page_size_for
-from gpu_worker.attention.port import AttentionBackend, StepAttention
+from gpu_worker.cuda.open_runner import open_cuda_runner
+from gpu_worker.float8 import FLOAT8
+from gpu_worker.float8_linear import choose_matmul, quantize_linears
 from gpu_worker.kernels.decoder import PackedCausalLM
-from gpu_worker.kernels.library import Kernels, load_kernels
+from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, load_kernels
 from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.kv_format import choose_kv_format
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
-from gpu_worker.model_port import StepOutput
-from gpu_worker.rope import RotaryEmbedding
-from gpu_worker.sampler import sample
-from gpu_worker.sequences import LiveSequence
-from gpu_worker.step_batch import StepBatch
-from gpu_worker.upload import upload
-from gpu_worker.weights import load_weights, resolve_dtype, weights_revision
+from gpu_worker.torch_runner import LanguageModel, TorchModelRunner
+from gpu_worker.weight_dtype import WeightDtype, choose_weight_dtype
+from gpu_worker.weights import checkpoint_dtype, load_weights, served_revision
 from wire.errors import ConfigInvalid
-from wire.plan import ModelCard, PageCopy
-
-
-class LanguageModel(Protocol):
-    """CausalLM, or the same over the CPU kernels."""
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        kv_cache: KVCache,
-        slots: torch.Tensor,
-        attention: StepAttention,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-
-class TorchModelRunner:
-    """Implements gpu_worker.model_port.ModelRunner. threads: intra-op threads of torch; None takes every core."""
-
-    def __init__(
-        self,
-        card: ModelCard,
-        config: DecoderConfig,
-        model: LanguageModel,
-        attention: AttentionBackend,
-        kv_cache: KVCache,
-        *,
-        threads: int | None = None,
-    ) -> None:
-        self.card = card
-        self.num_pages = kv_cache.layout.num_pages
-        self.page_size = kv_cache.layout.page_size
-        self.device = kv_cache.keys.device
-        self.attention_backend = attention.name
-        self._model = model
-        self._attention = attention
-        self._kv_cache = kv_cache
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, self.device)
-        self._windows = frozenset(config.layer_windows)
-        self._dtype = kv_cache.layout.kv_format.compute_dtype
-        self._threads = threads or os.cpu_count() or 1
-
-    @contextmanager
-    def compute_thread(self) -> Iterator[None]:
-        """Entered by the thread that steps, around all of its steps."""
-        torch.set_num_threads(self._threads)
-        with torch.inference_mode():
-            yield
-
-    def step(self, batch: StepBatch, sampling: Sequence[LiveSequence]) -> StepOutput:
-        """Write the KV of every token of `batch` and draw the next token of each sequence in `sampling`."""
-        logits = self.forward(batch)
-        forwarded_ns = time.perf_counter_ns()
-        sampled = sample(logits, sampling, self.card)
-        return StepOutput(sampled, (time.perf_counter_ns() - forwarded_ns) // 1000)
-
-    @torch.no_grad()
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the KV of every token of `batch`; return float32 logits [len(batch.logit_rows), vocab_size].
-
-        Rows are in the order of `logit_rows`; with none, the KV is still written.
-        """
-        attention = self._attention.prepare(
-            batch, page_size=self.page_size, windows=self._windows, dtype=self._dtype, device=self.device
-        )
-        return self._model(
-            self._token_ids(batch),
-            self._rotary.cos_sin(self._indices(batch.positions), self._dtype),
-            self._kv_cache,
-            self._indices(batch.slot_mapping),
-            attention,
-            self._indices(batch.logit_rows),
-        )
-
-    @torch.no_grad()
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy slots [0, num_slots) of each source page to its target page, in every layer, in order."""
-        self._kv_cache.copy_pages(copies)
-
-    def _token_ids(self, batch: StepBatch) -> torch.Tensor:
-        return self._indices(batch.token_ids)
-
-    def _indices(self, values: list[int]) -> torch.Tensor:
-        return upload(values, torch.int64, self.device)
+from wire.plan import ModelCard
 
 
 def load_runner(
@@ -144,7 +54,14 @@ def load_runner(
     torch_device = _device(device)
     context_limit = _context_limit(config, max_model_len)
     kernels = load_kernels(kernels_dir) if kernels_dir is not None and torch_device.type == "cpu" else None
-    model, dtype = _load_model(config, model_dir, weight_dtype, torch_device, kernels, kernels_dir)
+    weights = choose_weight_dtype(
+        weight_dtype,
+        checkpoint_dtype(model_dir),
+        torch_device,
+        kernels=kernels is not None and torch.bfloat16 in PANEL_DTYPES,
+    )
+    dtype = weights.compute
+    model = _load_model(config, model_dir, weights, torch_device, kernels, kernels_dir)
     kv_format = choose_kv_format(kv_dtype, dtype, torch_device, config.head_dim)
     attention = choose(
         attention_backend,
@@ -164,31 +81,37 @@ def load_runner(
     )
     card = ModelCard(
         name=name,
-        revision=weights_revision(model_dir),
+        revision=served_revision(model_dir, weights.rounding),
         architecture=config.architecture,
         vocab_size=config.vocab_size,
         max_model_len=context_limit,
         eos_token_ids=config.eos_token_ids,
         kv_dtype=kv_format.name,
     )
+    if torch_device.type == "cuda":
+        return open_cuda_runner(card, config, model, attention, layout, torch_device, graphs=cuda_graphs)
     return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device), threads=threads)
 
 
 def _load_model(
     config: DecoderConfig,
     model_dir: Path,
-    weight_dtype: str,
+    weights: WeightDtype,
     device: torch.device,
     kernels: Kernels | None,
     kernels_dir: Path | None,
-) -> tuple[LanguageModel, torch.dtype]:
-    """The model, and the type it computes in."""
+) -> LanguageModel:
     with torch.device("meta"):
         model = CausalLM(config)
-    if kernels is None or kernels_dir is None:
-        return model, load_weights(model, model_dir, weight_dtype, device)
-    resolve_dtype(weight_dtype, torch.float32, device)
-    return PackedCausalLM(config, load_packed(model, config, model_dir, kernels_dir), kernels), torch.float32
+    if weights.stored is FLOAT8:
+        matmul = choose_matmul(device, _capability(device))
+        load_weights(model, model_dir, replace(weights, stored=weights.compute), device)
+        quantize_linears(model, matmul)
+        return model
+    if kernels is None or kernels_dir is None or weights.stored not in PANEL_DTYPES:
+        load_weights(model, model_dir, weights, device)
+        return model
+    return PackedCausalLM(config, load_packed(model, config, model_dir, weights.stored, kernels_dir), kernels)
 
 
 def _device(name: str) -> torch.device:

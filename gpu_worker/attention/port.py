@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -47,6 +47,7 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
 class GraphableAttention(AttentionBackend, Protocol):
     """A backend whose decode attention can be captured in a CUDA graph."""
 

@@ -49,7 +49,7 @@ class CudaGraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._free_at_start = torch.cuda.mem_get_info(device)[0]
 
     def record(self, run: Callable[[], torch.Tensor]) -> CudaGraph:

@@ -20,9 +20,9 @@ from gpu_worker.cuda.graph_port import GraphRecorder
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.model_config import DecoderConfig
 from gpu_worker.model_port import Sampled, StepOutput
-from gpu_worker.model_runner import LanguageModel, TorchModelRunner
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.torch_runner import LanguageModel, TorchModelRunner
 from gpu_worker.upload import upload
 from wire.plan import ModelCard
 from wire.sampling import TokenLogprobs

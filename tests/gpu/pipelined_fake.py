@@ -22,8 +22,8 @@ class PipelinedFakeRunner(FakeRunner):
     log: list[tuple[str, int]]
     """("launch" or "read", number of the step), in order."""
 
-    def __init__(self, **arguments: int) -> None:
-        super().__init__(**arguments)
+    def __init__(self) -> None:
+        super().__init__()
         self.log = []
         self.batches: list[StepBatch] = []
         self._last_tokens: list[int] = []

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpu_worker.attention.choose import choose
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.float8 import FLOAT8, quantize_rows
 from gpu_worker.float8_linear import (
@@ -22,19 +23,21 @@ from gpu_worker.float8_linear import (
     tensor_scaled,
 )
 from gpu_worker.kv_cache import KVCache, KVLayout
-from gpu_worker.kv_format import Float8KV, PlainKV
+from gpu_worker.kv_format import Float8KV, PlainKV, choose_kv_format
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import load_decoder_config
-from gpu_worker.model_runner import TorchModelRunner
+from gpu_worker.torch_runner import TorchModelRunner
+from gpu_worker.weight_dtype import WeightDtype, choose_weight_dtype
 from gpu_worker.weights import load_weights
 from tests.model.conftest import Reference
-from tests.model.paged import PagedSequences
+from tests.model.paged import PagedSequences, open_runner
 from tests.model.test_families import one_token_each, random_mix, whole
 from tests.worker.fake_runner import CARD
 from wire.errors import ConfigInvalid
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FAMILY = "llama_gqa_tied"
+FLOAT32 = WeightDtype(torch.float32, torch.float32, None)
 
 
 def random_rows(seed: int, *shape: int) -> torch.Tensor:
@@ -100,7 +103,7 @@ def test_where_float8_weights_run() -> None:
 
 def test_matrices_with_odd_sides_are_refused_by_name(checkpoint: Callable[[str], Path]) -> None:
     model = CausalLM(load_decoder_config(checkpoint(FAMILY)))
-    model.model.layers[1].mlp.up_proj = nn.Linear(64, 100)
+    model.model.layers.get_submodule("1.mlp").up_proj = nn.Linear(64, 100)
     with pytest.raises(ConfigInvalid, match=r"layers\.1\.mlp\.up_proj is 100 x 64"):
         quantize_linears(model, emulated)
 
@@ -109,7 +112,7 @@ def make_runner(directory: Path, *, float8_weights: bool = False, float8_kv: boo
     config = load_decoder_config(directory)
     with torch.device("meta"):
         model = CausalLM(config)
-    load_weights(model, directory, "float32", CPU)
+    load_weights(model, directory, FLOAT32, CPU)
     if float8_weights:
         quantize_linears(model, emulated)
     kv_format = Float8KV(torch.float32) if float8_kv else PlainKV(torch.float32)
@@ -132,8 +135,8 @@ def test_a_models_logits_stay_near_float32s_however_it_is_split(
     rng = random.Random(6)
     runner = make_runner(checkpoint(FAMILY), float8_weights=float8_weights, float8_kv=float8_kv)
     prompts = [[rng.randrange(320) for _ in range(length)] for length in (5, 40, 90)]
-    for choose in (whole, one_token_each, random_mix(rng)):
-        for actual, prompt in zip(PagedSequences(runner, prompts, rng).run(choose), prompts, strict=True):
+    for split in (whole, one_token_each, random_mix(rng)):
+        for actual, prompt in zip(PagedSequences(runner, prompts, rng).run(split), prompts, strict=True):
             expected = reference(FAMILY)(prompt)
             assert 1e-4 < relative_error(actual, expected) < limit  # quantized, and nothing worse
 
@@ -152,3 +155,43 @@ def test_float8_kv_halves_the_pages(checkpoint: Callable[[str], Path]) -> None:
     for kv_format, row_bytes in ((PlainKV(torch.bfloat16), 32), (Float8KV(torch.bfloat16), 20)):
         layout = KVLayout.sized(config, page_size=16, kv_format=kv_format, num_pages=4, memory_bytes=0)
         assert layout.total_bytes == 2 * 3 * 4 * 16 * 2 * row_bytes
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "compute"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_float8_weights_are_other_weights_computed_in_16_bits(
+    checkpoint_dtype: torch.dtype, compute: torch.dtype
+) -> None:
+    expected = WeightDtype(FLOAT8, compute, "float8_e4m3fn")
+    assert choose_weight_dtype("float8", checkpoint_dtype, CUDA, kernels=False) == expected
+
+
+def test_float8_kv_is_read_by_torch_alone() -> None:
+    kv_format = choose_kv_format("float8", torch.bfloat16, CUDA, 64)
+    assert kv_format == Float8KV(torch.bfloat16)
+    assert isinstance(choose("auto", CUDA, torch.bfloat16, head_dim=64, kv_format=kv_format), TorchAttention)
+    with pytest.raises(ConfigInvalid, match="PHASEMESH_ATTENTION_BACKEND=flash_attn: reads no float8 KV"):
+        choose("flash_attn", CUDA, torch.bfloat16, head_dim=64, kv_format=kv_format)
+    with pytest.raises(ConfigInvalid, match="PHASEMESH_KV_DTYPE=float8: needs a head dimension"):
+        choose_kv_format("float8", torch.bfloat16, CUDA, 66)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_dtype": "float8"}, "PHASEMESH_WEIGHT_DTYPE='float8': needs a CUDA device, not cpu"),
+        ({"kv_dtype": "float8"}, "PHASEMESH_KV_DTYPE=float8: needs a CUDA device, not cpu"),
+        ({"kv_dtype": "int4"}, "PHASEMESH_KV_DTYPE='int4': one of auto, float8"),
+    ],
+)
+def test_off_a_gpu_float8_is_refused_by_name(
+    changes: dict[str, str], message: str, checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigInvalid, match=message):
+        open_runner(checkpoint(FAMILY), **changes)

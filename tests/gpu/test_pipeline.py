@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_what_surely_ends_is_not_stepped_ahead() -> None:
 
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
 def test_penalties_need_the_tokens_on_the_host(penalty: str) -> None:
-    assert step_ahead([entry([1, 2]), entry([1, 2], sampling=greedy(**{penalty: 0.5}))], CARD) == []
+    assert step_ahead([entry([1, 2]), entry([1, 2], sampling=replace(greedy(), **{penalty: 0.5}))], CARD) == []
 
 
 def untimed(reports: Sequence[StepReport]) -> list[tuple[int, int, bool, list[Progress]]]:

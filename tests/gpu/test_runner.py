@@ -24,6 +24,7 @@ from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import load_decoder_config
 from gpu_worker.model_port import PipelinedRunner
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.weight_dtype import WeightDtype
 from gpu_worker.weights import load_weights
 from tests.gpu.recorded_graph import CpuGraphRecorder
 from tests.gpu.test_buckets import decodes
@@ -53,7 +54,7 @@ def make_runner(
     config = load_decoder_config(directory)
     with torch.device("meta"):
         model = CausalLM(config)
-    load_weights(model, directory, "float32", CPU)
+    load_weights(model, directory, WeightDtype(torch.float32, torch.float32, None), CPU)
     kv_format = kv_format or PlainKV(torch.float32)
     page_size = 256 if flash else 16
     layout = KVLayout.sized(config, page_size=page_size, kv_format=kv_format, num_pages=num_pages + 1, memory_bytes=0)
