@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from gpu_worker.attention.port import AttentionBackend, StepAttention
-from gpu_worker.kv_cache import KVCache
+from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.model_config import DecoderConfig
 from gpu_worker.model_port import StepOutput
 from gpu_worker.rope import RotaryEmbedding
@@ -61,6 +61,10 @@ class TorchModelRunner:
         self._windows = frozenset(config.layer_windows)
         self._dtype = kv_cache.layout.kv_format.compute_dtype
         self._threads = threads or os.cpu_count() or 1
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._kv_cache.layout
 
     @contextmanager
     def compute_thread(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -44,9 +43,11 @@ def test_what_surely_ends_is_not_stepped_ahead() -> None:
     assert [e.fed_by for e in step_ahead([finished, entry([1, 2])], CARD)] == [1]
 
 
-@pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_penalties_need_the_tokens_on_the_host(penalty: str) -> None:
-    assert step_ahead([entry([1, 2]), entry([1, 2], sampling=replace(greedy(), **{penalty: 0.5}))], CARD) == []
+@pytest.mark.parametrize(
+    "penalized", [greedy(repetition_penalty=0.5), greedy(presence_penalty=0.5), greedy(frequency_penalty=0.5)]
+)
+def test_penalties_need_the_tokens_on_the_host(penalized: SamplingParams) -> None:
+    assert step_ahead([entry([1, 2]), entry([1, 2], sampling=penalized)], CARD) == []
 
 
 def untimed(reports: Sequence[StepReport]) -> list[tuple[int, int, bool, list[Progress]]]:
