@@ -70,11 +70,11 @@ class Trace:
         prompts: list[list[int]],
         sizes: Sizes,
         along: Trace | None = None,
-        chunk: int = 0,
+        chunk: int | None = None,
     ) -> None:
         """along: decode that trace's tokens instead of one's own."""
         sequences = Sequences(runner, prompts, sizes.capacity)
-        self.logits = [sequences.prefill(chunk or None)]
+        self.logits = [sequences.prefill(chunk)]
         for step in range(sizes.decode):
             self.logits.append(sequences.decode((along or self).logits[step]))
 
@@ -113,7 +113,7 @@ class Correctness:
         kv_tokens = CASES * (self._sizes.capacity + 256)
         return make_runner(self._config, model, self._device, kv_tokens, options)  # type: ignore[arg-type]
 
-    def _trace(self, runner: CudaModelRunner, along: Trace | None = None, chunk: int = 0) -> Trace:
+    def _trace(self, runner: CudaModelRunner, along: Trace | None = None, chunk: int | None = None) -> Trace:
         return Trace(runner, self._prompts, self._sizes, along, chunk)
 
     def checks(self) -> Iterator[Check]:

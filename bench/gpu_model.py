@@ -53,10 +53,10 @@ def decoder_config(
 
 SMALL = decoder_config(vocab=512, hidden=64, inner=128, layers=2, heads=4, kv_heads=2, head_dim=16, context=1024)
 SHAPES = {  # free device memory it wants, in GiB → shape of a known model
-    40: decoder_config(
+    56: decoder_config(
         vocab=128_256, hidden=4096, inner=14_336, layers=32, heads=32, kv_heads=8, head_dim=128, context=8192
     ),
-    16: decoder_config(
+    24: decoder_config(
         vocab=128_256, hidden=3072, inner=8192, layers=28, heads=24, kv_heads=8, head_dim=128, context=8192
     ),
     0: decoder_config(

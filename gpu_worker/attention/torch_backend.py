@@ -19,6 +19,8 @@ from gpu_worker.upload import upload
 
 GROUP_CONTEXT_TOKENS = 4096
 """Context gathered at once, unless one sequence has more: beyond this it no longer stays in the CPU's cache."""
+_GROUP_CONTEXT_TOKENS_ELSEWHERE = 1 << 17
+"""On a GPU few large groups are better; this bounds what a gather allocates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,10 @@ class TorchAttention:
         for query_len in batch.query_lens:
             first_rows.append(num_rows)
             num_rows += query_len
+        limit = GROUP_CONTEXT_TOKENS if device.type == "cpu" else _GROUP_CONTEXT_TOKENS_ELSEWHERE
         groups = tuple(
             _group(batch, members, first_rows, page_size=page_size, windows=windows, dtype=dtype, device=device)
-            for members in _similar_sequences(batch)
+            for members in _similar_sequences(batch, limit)
         )
         return TorchStepAttention(groups, self._kv_format)
 
@@ -99,14 +102,17 @@ class TorchAttention:
         return TorchStepAttention((group,), self._kv_format)
 
 
-def _similar_sequences(batch: StepBatch) -> list[list[int]]:
-    """Indices of sequences with equal query length, whose contexts differ by less than a factor of two."""
+def _similar_sequences(batch: StepBatch, limit: int) -> list[list[int]]:
+    """Indices of sequences with equal query length, whose contexts differ by less than a factor of two.
+
+    limit: context tokens of a group.
+    """
     similar: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for index, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         similar[query_len, context_len.bit_length()].append(index)
     groups: list[list[int]] = []
     for (_, context_bits), members in similar.items():
-        group_size = max(1, GROUP_CONTEXT_TOKENS >> context_bits)
+        group_size = max(1, limit >> context_bits)
         groups.extend(members[i : i + group_size] for i in range(0, len(members), group_size))
     return groups
 
