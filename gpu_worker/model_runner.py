@@ -15,7 +15,7 @@ from gpu_worker.kernels.decoder import PackedCausalLM
 from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, load_kernels
 from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
-from gpu_worker.kv_format import choose_kv_format
+from gpu_worker.kv_format import KVFormat, choose_kv_format
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
 from gpu_worker.torch_runner import LanguageModel, TorchModelRunner
@@ -54,12 +54,8 @@ def load_runner(
     torch_device = _device(device)
     context_limit = _context_limit(config, max_model_len)
     kernels = load_kernels(kernels_dir) if kernels_dir is not None and torch_device.type == "cpu" else None
-    weights = choose_weight_dtype(
-        weight_dtype,
-        checkpoint_dtype(model_dir),
-        torch_device,
-        kernels=kernels is not None and torch.bfloat16 in PANEL_DTYPES,
-    )
+    reads_bfloat16 = kernels is not None and torch.bfloat16 in PANEL_DTYPES
+    weights = choose_weight_dtype(weight_dtype, checkpoint_dtype(model_dir), torch_device, kernels=reads_bfloat16)
     dtype = weights.compute
     model = _load_model(config, model_dir, weights, torch_device, kernels, kernels_dir)
     kv_format = choose_kv_format(kv_dtype, dtype, torch_device, config.head_dim)
@@ -79,18 +75,24 @@ def load_runner(
         num_pages=num_pages,
         memory_bytes=kv_memory_bytes,
     )
-    card = ModelCard(
+    card = _model_card(config, name, served_revision(model_dir, weights.rounding), context_limit, kv_format)
+    if torch_device.type == "cuda":
+        return open_cuda_runner(
+            card, config, model, attention, layout, torch_device, graphs=cuda_graphs, threads=threads
+        )
+    return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device), threads=threads)
+
+
+def _model_card(config: DecoderConfig, name: str, revision: str, max_model_len: int, kv_format: KVFormat) -> ModelCard:
+    return ModelCard(
         name=name,
-        revision=served_revision(model_dir, weights.rounding),
+        revision=revision,
         architecture=config.architecture,
         vocab_size=config.vocab_size,
-        max_model_len=context_limit,
+        max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
         kv_dtype=kv_format.name,
     )
-    if torch_device.type == "cuda":
-        return open_cuda_runner(card, config, model, attention, layout, torch_device, graphs=cuda_graphs)
-    return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device), threads=threads)
 
 
 def _load_model(

@@ -26,11 +26,12 @@ def open_cuda_runner(
     device: torch.device,
     *,
     graphs: bool,
+    threads: int | None = None,
 ) -> CudaModelRunner:
     """One page more than `layout` has is allocated: the spare one. Raises ConfigInvalid when that does not fit."""
     assert isinstance(attention, GraphableAttention)  # both backends that run on CUDA are
     kv_cache = KVCache(replace(layout, num_pages=layout.num_pages + 1), device)
-    runner = CudaModelRunner(card, config, model, attention, kv_cache, SideStreamCopy(device))
+    runner = CudaModelRunner(card, config, model, attention, kv_cache, SideStreamCopy(device), threads=threads)
     if graphs:
         with torch.cuda.device(device):
             runner.capture(CudaGraphRecorder(device), CaptureBudget())
