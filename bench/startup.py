@@ -71,7 +71,10 @@ def start_once(options: list[str], kv_memory_mb: int) -> Started:
             return Started(ready_s, services_s, memory, _weight_files(workers))
         finally:
             launcher.terminate()
-            launcher.communicate(timeout=STOP_TIMEOUT_S)
+            try:
+                launcher.communicate(timeout=STOP_TIMEOUT_S)
+            finally:
+                launcher.kill()  # what has not ended by itself; its services die with it
 
 
 def _until_ready(launcher: subprocess.Popen[str]) -> dict[str, float]:
