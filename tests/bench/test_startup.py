@@ -46,6 +46,8 @@ def test_the_bar_counts_shared_weights_once_and_a_pool_for_each_worker() -> None
     assert "ready after 3.0 s (max 9.0 of 3; bar 8)" in text
     assert "workers together: 1200 MB (bar 1400, KV pool 0 MiB each)" in text
     assert "w.safetensors, 500 MB" in text
+    unmapped = [Started(1.0, {"worker-1": 1.0, "worker-2": 1.0}, memory, {})]
+    assert "workers together: 1200 MB (no bar: no weights are mapped)" in report(unmapped, kv_memory_mb=0)
 
 
 def test_what_the_launcher_says_when_it_cannot_start_is_passed_on() -> None:
