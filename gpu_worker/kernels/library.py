@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpu_worker.kernels.build import KernelsUnavailable, instruction_sets, library_path
-from gpu_worker.weight_dtype import quantize
+from gpu_worker.weight_dtype import group_scales, quantize
 
 log = logging.getLogger("gpu_worker.kernels")
 
@@ -64,7 +64,7 @@ def pack(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 def pack_scales(weight: torch.Tensor) -> torch.Tensor:
     """weight [columns, depth] → the scales float32 [ceil(columns / 16), ceil(depth / 64), 16] of its int8 panels."""
-    return _panels(quantize(weight)[1])
+    return _panels(group_scales(weight))
 
 
 def _panels(matrix: torch.Tensor) -> torch.Tensor:
