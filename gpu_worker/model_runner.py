@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from gpu_worker.attention import cpu_backend
 from gpu_worker.attention.choose import choose, page_size_for
 from gpu_worker.attention.port import AttentionBackend, StepAttention
 from gpu_worker.kernels.decoder import PackedCausalLM
@@ -21,6 +23,8 @@ from gpu_worker.step_batch import StepBatch
 from gpu_worker.weights import load_weights, resolve_dtype, weights_revision
 from wire.errors import ConfigInvalid
 from wire.plan import ModelCard, PageCopy
+
+log = logging.getLogger("gpu_worker.model_runner")
 
 
 class LanguageModel(Protocol):
@@ -110,7 +114,7 @@ def load_runner(
     config = load_decoder_config(model_dir)
     torch_device = _device(device)
     context_limit = _context_limit(config, max_model_len)
-    kernels = load_kernels(kernels_dir) if kernels_dir is not None and torch_device.type == "cpu" else None
+    kernels = _kernels(kernels_dir, torch_device, attention_backend, config.head_dim)
     model, dtype = _load_model(config, model_dir, weight_dtype, torch_device, kernels, kernels_dir)
     attention = choose(attention_backend, torch_device, dtype, head_dim=config.head_dim, kernels=kernels)
     layout = KVLayout.sized(
@@ -130,6 +134,18 @@ def load_runner(
         kv_dtype=str(dtype).removeprefix("torch."),
     )
     return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device))
+
+
+def _kernels(kernels_dir: Path | None, device: torch.device, attention_backend: str, head_dim: int) -> Kernels | None:
+    """The CPU kernels, which do a whole step: with another attention than theirs, torch does it all."""
+    if kernels_dir is None or device.type != "cpu" or attention_backend not in ("auto", cpu_backend.CpuAttention.name):
+        return None
+    kernels = load_kernels(kernels_dir)
+    obstacle = cpu_backend.obstacle(kernels, torch.float32, head_dim)
+    if obstacle is not None and attention_backend == "auto":
+        log.warning("CPU kernels: attention %s; torch's own are used", obstacle)
+        return None
+    return kernels
 
 
 def _load_model(
