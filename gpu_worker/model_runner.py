@@ -20,7 +20,8 @@ from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
 from gpu_worker.rope import RotaryEmbedding
 from gpu_worker.step_batch import StepBatch
-from gpu_worker.weights import load_weights, resolve_dtype, weights_revision
+from gpu_worker.weight_dtype import WeightDtype, choose_weight_dtype
+from gpu_worker.weights import checkpoint_dtype, load_weights, served_revision
 from wire.errors import ConfigInvalid
 from wire.plan import ModelCard, PageCopy
 
@@ -115,7 +116,14 @@ def load_runner(
     torch_device = _device(device)
     context_limit = _context_limit(config, max_model_len)
     kernels = _kernels(kernels_dir, torch_device, attention_backend, config.head_dim)
-    model, dtype = _load_model(config, model_dir, weight_dtype, torch_device, kernels, kernels_dir)
+    weights = choose_weight_dtype(
+        weight_dtype,
+        checkpoint_dtype(model_dir),
+        torch_device,
+        kernels=kernels is not None,
+    )
+    dtype = weights.compute
+    model = _load_model(config, model_dir, weights, torch_device, kernels, kernels_dir)
     attention = choose(attention_backend, torch_device, dtype, head_dim=config.head_dim, kernels=kernels)
     layout = KVLayout.sized(
         config,
@@ -126,7 +134,7 @@ def load_runner(
     )
     card = ModelCard(
         name=name,
-        revision=weights_revision(model_dir),
+        revision=served_revision(model_dir, weights.rounding),
         architecture=config.architecture,
         vocab_size=config.vocab_size,
         max_model_len=context_limit,
@@ -151,18 +159,17 @@ def _kernels(kernels_dir: Path | None, device: torch.device, attention_backend: 
 def _load_model(
     config: DecoderConfig,
     model_dir: Path,
-    weight_dtype: str,
+    weights: WeightDtype,
     device: torch.device,
     kernels: Kernels | None,
     kernels_dir: Path | None,
-) -> tuple[LanguageModel, torch.dtype]:
-    """The model, and the type it computes in."""
+) -> LanguageModel:
     with torch.device("meta"):
         model = CausalLM(config)
     if kernels is None or kernels_dir is None:
-        return model, load_weights(model, model_dir, weight_dtype, device)
-    resolve_dtype(weight_dtype, torch.float32, device)
-    return PackedCausalLM(config, load_packed(model, config, model_dir, kernels_dir), kernels), torch.float32
+        load_weights(model, model_dir, weights, device)
+        return model
+    return PackedCausalLM(config, load_packed(model, config, model_dir, weights.stored, kernels_dir), kernels)
 
 
 def _device(name: str) -> torch.device:

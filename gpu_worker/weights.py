@@ -16,13 +16,16 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from gpu_worker.config_fields import ConfigFields
-from wire.errors import ConfigInvalid, ModelUnsupported
+from gpu_worker.weight_dtype import WeightDtype, embedding_dtype, rounded
+from wire.errors import ModelUnsupported
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SAMPLE_BYTES = 1024
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MATRIX_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 # Early Llama checkpoints store what rope.py computes.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -56,11 +59,52 @@ def map_tensors(model_dir: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_weights(model: nn.Module, model_dir: Path, weight_dtype: str, device: torch.device) -> torch.dtype:
-    """Give a model made on the meta device its parameters; returns their dtype.
+def checkpoint_dtype(model_dir: Path) -> torch.dtype:
+    """The type that holds every matrix of the checkpoint exactly. Raises ModelUnsupported for a broken file.
 
-    weight_dtype: `float32`, or `auto`: float32 on a CPU, the checkpoint's own elsewhere. A tensor that already
-    has the dtype and device stays mapped; others are converted one by one.
+    A tensor of another kind than the three float types is load_weights' to refuse.
+    """
+    found: set[torch.dtype] = set()
+    for path in weight_files(model_dir):
+        try:
+            with safe_open(path, framework="pt") as shard:
+                slices = [shard.get_slice(name) for name in shard.keys()]  # noqa: SIM118  # not a dict
+                found |= {_MATRIX_DTYPES.get(s.get_dtype(), torch.float32) for s in slices if len(s.get_shape()) == 2}
+        except (SafetensorError, OSError) as error:
+            raise ModelUnsupported(f"{path}: {error}", param=path.name) from error
+    return found.pop() if len(found) == 1 else torch.float32
+
+
+def load_weights(model: nn.Module, model_dir: Path, weights: WeightDtype, device: torch.device) -> None:
+    """Give a model made on the meta device its parameters, in the type it computes in.
+
+    A tensor that already has the type and device stays mapped; others are converted one by one. Values of a narrower
+    stored type are rounded to that first. Raises ModelUnsupported as checked_tensors does.
+    """
+    tensors = checked_tensors(model, model_dir)
+    is_rounded = weights.stored is not weights.compute
+    for name, tensor in tensors.items():
+        if is_rounded and tensor.dim() == 2:
+            is_looked_up = name == EMBEDDING and HEAD in tensors
+            tensor = rounded(tensor, embedding_dtype(weights.stored) if is_looked_up else weights.stored)
+        # One norm that stays mapped would keep all of the file's pages that were read.
+        tensors[name] = tensor.to(device, weights.compute, copy=is_rounded and tensor.dim() < 2)
+    model.load_state_dict(tensors, assign=True)
+    model.requires_grad_(False)
+
+
+def map_weights(model: nn.Module, model_dir: Path) -> None:
+    """Give a model made on the meta device its parameters as the checkpoint stores them, mapped, of mixed types.
+
+    Raises ModelUnsupported as checked_tensors does.
+    """
+    model.load_state_dict(checked_tensors(model, model_dir), assign=True)
+    model.requires_grad_(False)
+
+
+def checked_tensors(model: nn.Module, model_dir: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's mapped tensors, exactly those the model has.
+
     Raises ModelUnsupported naming a tensor that is missing, unexpected, or of a wrong shape or type.
     """
     tensors = map_tensors(model_dir)
@@ -79,39 +123,32 @@ def load_weights(model: nn.Module, model_dir: Path, weight_dtype: str, device: t
             raise ModelUnsupported(f"{model_dir}: {name} has shape {tuple(tensor.shape)}, not {wanted}", param=name)
         if tensor.dtype not in _FLOAT_DTYPES:
             raise ModelUnsupported(f"{model_dir}: {name} is {tensor.dtype}, which is not implemented", param=name)
-    dtype = resolve_dtype(weight_dtype, tensors["model.embed_tokens.weight"].dtype, device)
-    for name in expected:
-        tensors[name] = tensors[name].to(device, dtype)
-    model.load_state_dict(tensors, assign=True)
-    model.requires_grad_(False)
-    return dtype
-
-
-def resolve_dtype(weight_dtype: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type a model computes in. Raises ConfigInvalid for an unknown name."""
-    match weight_dtype:
-        case "float32":
-            return torch.float32
-        case "auto":
-            return torch.float32 if device.type == "cpu" else checkpoint_dtype
-        case _:
-            raise ConfigInvalid(
-                f"PHASEMESH_WEIGHT_DTYPE={weight_dtype!r}: one of auto, float32", param="PHASEMESH_WEIGHT_DTYPE"
-            )
+    return tensors
 
 
 def _check_tied_head(tensors: dict[str, torch.Tensor], expected: dict[str, Any]) -> None:
     """A tied checkpoint may repeat the embedding as its head; a different head contradicts the config."""
-    if "lm_head.weight" in expected or "lm_head.weight" not in tensors:
+    if HEAD in expected or HEAD not in tensors:
         return
-    embedding = tensors.get("model.embed_tokens.weight")
-    if embedding is not None and torch.equal(embedding, tensors["lm_head.weight"]):
-        del tensors["lm_head.weight"]
+    embedding = tensors.get(EMBEDDING)
+    if embedding is not None and torch.equal(embedding, tensors[HEAD]):
+        del tensors[HEAD]
         return
     raise ModelUnsupported(
-        "lm_head.weight differs from model.embed_tokens.weight, but config.json says tie_word_embeddings",
-        param="lm_head.weight",
+        f"{HEAD} differs from {EMBEDDING}, but config.json says tie_word_embeddings",
+        param=HEAD,
     )
+
+
+def served_revision(model_dir: Path, rounding: str | None) -> str:
+    """weights_revision of weights that are served as they are; rounded to another type they are other weights.
+
+    Workers of two such revisions compute different KV: neither serves one cell nor shares a prefix with the other.
+    """
+    revision = weights_revision(model_dir)
+    if rounding is None:
+        return revision
+    return f"{hashlib.sha256(f'{revision} {rounding}'.encode()).hexdigest()}-{rounding}"
 
 
 def weights_revision(model_dir: Path) -> str:

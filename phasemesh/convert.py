@@ -2,6 +2,9 @@
 
 transformers reads and dequantizes the GGUF. It marks that model as quantized and then refuses to save it, so the
 weights go into a plain model of the same config, which saves like any other.
+
+Float32 because nothing less holds the values: of Q4_1's `scale * q + minimum`, both factors float16, bfloat16 holds one
+in five exactly. Whoever wants fewer bytes says so to the worker (PHASEMESH_WEIGHT_DTYPE), and sees what it costs.
 """
 
 from __future__ import annotations

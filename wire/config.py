@@ -70,8 +70,9 @@ class WorkerConfig:
     weight_dtype: str = env(
         "WEIGHT_DTYPE",
         "auto",
-        "auto: the checkpoint's own type on CUDA, float32 on CPU.",
-        choices=("auto", "float32"),
+        "Type the weights are held in. auto: the checkpoint's own on CUDA; on CPU bfloat16 when the checkpoint is and "
+        "our kernels run, else float32. int8: CPU only.",
+        choices=("auto", "float32", "bfloat16", "int8"),
     )
     attention_backend: str = env(
         "ATTENTION_BACKEND",

@@ -18,16 +18,21 @@ import torch
 from gpu_worker.kernels import structs
 from gpu_worker.kernels.build import KernelsUnavailable, instruction_sets, library_path
 from gpu_worker.kernels.structs import address
+from gpu_worker.weight_dtype import quantize
 
 log = logging.getLogger("gpu_worker.kernels")
 
 COLUMNS = 16
 """Output columns of a panel of packed weights."""
+PANEL_DTYPES = tuple(structs.STORED)
+"""Of the panels that the compiled kernels read."""
 SPLIT_TOKENS = 512
 """Positions of one work item of attention: SPLIT in src/attention.h."""
 MAX_HEAD_DIM = 256
 _PARTIAL_PADDING = 16
+"""COLUMNS of partial_size in src/attention.h."""
 _BLOCK_DEPTH = 256
+"""BLOCK_DEPTH in src/linear.h."""
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
@@ -42,9 +47,11 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """Weights [ceil(columns / 16), depth, 16], the last panel padded with zeros, and a bias [columns].
+    """A linear layer's weights as panels, and what turns their products into its outputs.
 
-    panels: float32, bfloat16, or int8 with scales float32 [ceil(columns / 16), ceil(depth / 64), 16].
+    panels: float32, bfloat16 or int8 [ceil(columns / 16), depth, 16], the last one padded with zeros. bias: float32
+    [columns]. scales, of int8 alone: float32 [ceil(columns / 16), ceil(depth / 64), 16]; the weight of depth d and
+    column c of a panel is float32(q) * scales[d // 64, c].
     """
 
     panels: torch.Tensor
@@ -69,12 +76,22 @@ class PackedLinear:
         )
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """weight [columns, depth] → panels float32 [ceil(columns / 16), depth, 16]."""
-    columns, depth = weight.shape
+def pack(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """weight [columns, depth] → panels [ceil(columns / 16), depth, 16] of float32, bfloat16 or int8."""
+    return _panels(quantize(weight)[0] if dtype is torch.int8 else weight.to(dtype))
+
+
+def pack_scales(weight: torch.Tensor) -> torch.Tensor:
+    """weight [columns, depth] → the scales float32 [ceil(columns / 16), ceil(depth / 64), 16] of its int8 panels."""
+    return _panels(quantize(weight)[1])
+
+
+def _panels(matrix: torch.Tensor) -> torch.Tensor:
+    """[columns, n] → [ceil(columns / 16), n, 16], padded with zeros."""
+    columns, length = matrix.shape
     padding = -columns % COLUMNS
-    padded = torch.nn.functional.pad(weight.float(), (0, 0, 0, padding)) if padding else weight.float()
-    return padded.view(-1, COLUMNS, depth).transpose(1, 2).contiguous()
+    padded = torch.nn.functional.pad(matrix, (0, 0, 0, padding)) if padding else matrix
+    return padded.view(-1, COLUMNS, length).transpose(1, 2).contiguous()
 
 
 class AttentionPlan:

@@ -102,6 +102,12 @@ def test_every_service_restarts_and_has_a_health_check(name: str) -> None:
         assert service["healthcheck"]["test"][0] == "CMD"
 
 
+@pytest.mark.parametrize("name", [name for name in SERVICES if name.startswith("worker")])
+def test_workers_may_write_the_packed_weights_that_they_share(name: str) -> None:
+    assert "models:/models" in SERVICES[name]["volumes"]
+    assert SERVICES[name]["environment"]["PHASEMESH_CACHE_DIR"] == "/models"
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_dependencies_and_volumes_exist(name: str) -> None:
     service = SERVICES[name]

@@ -1,4 +1,4 @@
-"""Packed weights: one mapped file for a checkpoint, made once, remade when the checkpoint changes."""
+"""Packed weights: one mapped file for a checkpoint and type, made once, remade when the checkpoint changes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.kernels import packed
-from gpu_worker.weights import SINGLE_FILE
+from gpu_worker.kernels.library import PANEL_DTYPES, PackedLinear, pack, pack_scales
+from gpu_worker.kernels.packed import load_packed, packed_linear
+from gpu_worker.llama import CausalLM
+from gpu_worker.model_config import load_decoder_config
+from gpu_worker.weight_dtype import rounded
+from gpu_worker.weights import EMBEDDING, HEAD, SINGLE_FILE
 from tests.kernels.test_build import start
-from tests.model.checkpoints import FAMILIES
+from tests.model.checkpoints import FAMILIES, make_checkpoint
 from tests.model.conftest import checkpoint  # noqa: F401  # a fixture
 from tests.model.paged import PagedSequences, open_runner
 
@@ -30,8 +35,8 @@ def cache(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def logits(directory: Path, cache_dir: Path | None) -> torch.Tensor:
-    runner = open_runner(directory, kernels_dir=cache_dir)
+def logits(directory: Path, cache_dir: Path | None, weight_dtype: str = "auto") -> torch.Tensor:
+    runner = open_runner(directory, kernels_dir=cache_dir, weight_dtype=weight_dtype)
     return PagedSequences(runner, [PROMPT], random.Random(0)).step({0: len(PROMPT)})[0][1]
 
 
@@ -39,21 +44,34 @@ def files(cache_dir: Path) -> list[Path]:
     return sorted((cache_dir / "packed").glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("stored", PANEL_DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mapped_file_serves_like_memory(
+def test_a_mapped_file_serves_like_memory_and_like_torch(
     family: str,
+    stored: torch.dtype,
     checkpoint: Callable[[str], Path],  # noqa: F811
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = logits(checkpoint(family), cache)
+    weight_dtype = str(stored).removeprefix("torch.")
+    first = logits(checkpoint(family), cache, weight_dtype)
     [file] = files(cache)
+    assert file.stem.endswith(weight_dtype)
     written_ns = file.stat().st_mtime_ns
-    assert torch.equal(logits(checkpoint(family), cache), first)
+    assert torch.equal(logits(checkpoint(family), cache, weight_dtype), first)
     assert [f.stat().st_mtime_ns for f in files(cache)] == [written_ns]
     monkeypatch.undo()
-    assert torch.equal(logits(checkpoint(family), cache), first)
-    torch.testing.assert_close(first, logits(checkpoint(family), None), rtol=1e-4, atol=2e-4)
+    assert torch.equal(logits(checkpoint(family), cache, weight_dtype), first)
+    torch.testing.assert_close(first, logits(checkpoint(family), None, weight_dtype), rtol=1e-4, atol=2e-4)
+
+
+def test_auto_packs_what_holds_the_checkpoint(cache: Path, tmp_path: Path) -> None:
+    """bfloat16 stays bfloat16 where the kernels read it; the values are the same in float32."""
+    directory = make_checkpoint(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
+    actual = logits(directory, cache)
+    [file] = files(cache)
+    assert file.stem.endswith("bfloat16")
+    torch.testing.assert_close(actual, logits(directory, cache, "float32"), rtol=1e-4, atol=2e-4)
 
 
 def test_a_changed_checkpoint_replaces_its_file(
@@ -86,6 +104,88 @@ def test_a_broken_file_is_made_anew_and_an_unwritable_cache_is_no_obstacle(
     assert torch.equal(logits(checkpoint("qwen2"), cache), expected)
 
 
+def unpacked(layer: PackedLinear) -> torch.Tensor:
+    """[columns, depth]: what the documented layout says the kernels multiply."""
+    weight = layer.panels.float()
+    if layer.scales is not None:
+        weight = weight * layer.scales.repeat_interleave(64, dim=1)[:, : layer.depth]
+    return weight.transpose(1, 2).flatten(0, 1)[: layer.columns]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("columns", "depth"), [(1, 1), (16, 64), (19, 65), (40, 200)])
+def test_panels_hold_the_rounded_weights_and_zeros(columns: int, depth: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(columns, depth)
+    scales = pack_scales(weight) if dtype is torch.int8 else None
+    layer = PackedLinear(pack(weight, dtype), None, columns, scales)
+    num_panels = -(-columns // 16)
+    assert (layer.panels.dtype, layer.panels.shape) == (dtype, (num_panels, depth, 16))
+    assert scales is None or scales.shape == (num_panels, -(-depth // 64), 16)
+    assert torch.equal(unpacked(layer), rounded(weight, dtype))
+    assert not layer.panels.transpose(1, 2).flatten(0, 1)[columns:].any()
+
+
+def pack_with(directory: Path, stored: torch.dtype, cache_dir: Path) -> packed.Packed:
+    config = load_decoder_config(directory)
+    with torch.device("meta"):
+        model = CausalLM(config)
+    return load_packed(model, config, directory, stored, cache_dir)
+
+
+@pytest.mark.parametrize("family", ["llama_biases", "qwen3"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_file_holds_its_types_rounded_weights_and_the_rest_in_float32(
+    stored: torch.dtype,
+    family: str,
+    checkpoint: Callable[[str], Path],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = load_file(checkpoint(family) / SINGLE_FILE)
+    in_memory = pack_with(checkpoint(family), stored, tmp_path)
+    assert files(tmp_path) == []
+    monkeypatch.setattr(packed, "SMALL_MODEL_BYTES", 0)
+    mapped = pack_with(checkpoint(family), stored, tmp_path)
+    assert mapped.keys() == in_memory.keys()
+    assert all(torch.equal(mapped[name], tensor) for name, tensor in in_memory.items())
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in mapped.values())
+
+    layer = "model.layers.1."
+    qkv = torch.cat([tensors[f"{layer}self_attn.{name}_proj.weight"] for name in "qkv"])
+    assert torch.equal(unpacked(packed_linear(mapped, "1.qkv", len(qkv))), rounded(qkv, stored))
+    head = tensors.get(HEAD, tensors[EMBEDDING])
+    assert torch.equal(unpacked(packed_linear(mapped, "head", len(head))), rounded(head, stored))
+    assert ("embedding" in mapped) == (HEAD in tensors)
+    if HEAD in tensors:
+        held = torch.float32 if stored is torch.float32 else torch.bfloat16
+        assert torch.equal(mapped["embedding"], tensors[EMBEDDING].to(held))
+        assert torch.equal(mapped["1.down.bias"], tensors[f"{layer}mlp.down_proj.bias"])
+    assert torch.equal(mapped["1.mlp_norm"], tensors[f"{layer}post_attention_layernorm.weight"])
+    assert ("1.qkv.scales" in mapped) == (stored is torch.int8)
+
+
+def test_a_directory_of_links_is_the_checkpoint_it_links_to(
+    checkpoint: Callable[[str], Path],  # noqa: F811
+    cache: Path,
+    tmp_path: Path,
+) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in checkpoint("qwen2").iterdir():
+        (links / file.name).symlink_to(file)
+    for directory in (checkpoint("qwen2"), links):
+        pack_with(directory, torch.float32, cache)
+    assert len(files(cache)) == 1
+
+
+def test_each_type_has_its_own_file(checkpoint: Callable[[str], Path], cache: Path) -> None:  # noqa: F811
+    for stored in (torch.float32, torch.bfloat16, torch.int8, torch.bfloat16):
+        pack_with(checkpoint("qwen2"), stored, cache)
+    sizes = {file.stem.rsplit("-", 1)[1]: file.stat().st_size for file in files(cache)}
+    assert sizes.keys() == {"float32", "bfloat16", "int8"}
+    assert sizes["int8"] < sizes["bfloat16"] < sizes["float32"]
+
+
 _MEASURE = """
 import sys
 from pathlib import Path
@@ -104,6 +204,7 @@ runner = load_runner(
     kv_memory_bytes=0, max_model_len=None, name="smollm2", kernels_dir=Path(sys.argv[2]),
 )
 runner.forward(StepBatch([1], [0], [0], [1], [1], [[0]], [0]))
+assert "sympy" not in sys.modules, "torch's compiler was imported: 1 s and 70 MB"
 print(runner.attention_backend, memory("VmHWM") - peak, memory("RssAnon") - anonymous, memory("RssFile"))
 """
 

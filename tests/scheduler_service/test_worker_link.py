@@ -157,18 +157,19 @@ async def test_an_open_session_outlives_its_registration_and_is_not_renewed_with
         assert (await worker_up(parts)).info.epoch == 2
 
 
-async def test_a_worker_with_another_model_is_refused(
-    parts: Parts, registry: WorkerRegistry, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("revision", ["r9", f"{CARD.revision}-int8"])
+async def test_a_worker_with_another_model_or_weights_of_another_type_is_refused(
+    revision: str, parts: Parts, registry: WorkerRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = ScriptedWorker("w1")
-    other = ScriptedWorker("w2", card=replace(CARD, revision="r9"))
+    other = ScriptedWorker("w2", card=replace(CARD, revision=revision))
     async with serve(first), serve(other):
         await register(parts.redis, CELL, first)
         await worker_up(parts)
         await register(parts.redis, CELL, other)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(parts.inbox.get(), 0.6)
-    assert "refused: serves" in caplog.text and "r9" in caplog.text
+    assert "refused: serves" in caplog.text and revision in caplog.text
 
 
 async def test_another_model_is_taken_once_no_worker_and_no_request_of_the_first_is_left(
