@@ -53,6 +53,8 @@ def load_model(config: WorkerConfig) -> ModelRunner:
         model_path(config.model),
         device=config.device,
         weight_dtype=config.weight_dtype,
+        kv_dtype=config.kv_dtype,
+        cuda_graphs=config.cuda_graphs == "auto",
         attention_backend=config.attention_backend,
         kernels_dir=cache_root(config.model) if config.cpu_kernels == "auto" else None,
         page_size=config.page_size,
@@ -60,6 +62,7 @@ def load_model(config: WorkerConfig) -> ModelRunner:
         kv_memory_bytes=config.kv_memory_mb << 20,
         max_model_len=config.model.max_model_len,
         name=served_name(config.model),
+        threads=config.threads,
     )
 
 
@@ -86,7 +89,7 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
         epoch = Epoch(time.time_ns() // 1_000_000)
         telemetry = StepTelemetry(metrics, tracer)
-        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, threads=config.threads))
+        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch))
         await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer)))
 
         def current_entry() -> WorkerEntry:

@@ -71,8 +71,20 @@ class WorkerConfig:
         "WEIGHT_DTYPE",
         "auto",
         "Type the weights are held in. auto: the checkpoint's own on CUDA; on CPU bfloat16 when the checkpoint is and "
-        "our kernels run, else float32. int8: CPU only.",
-        choices=("auto", "float32", "bfloat16", "int8"),
+        "our kernels run, else float32. int8: CPU only. float8: CUDA only, compute capability 8.9 or above.",
+        choices=("auto", "float32", "bfloat16", "int8", "float8"),
+    )
+    kv_dtype: str = env(
+        "KV_DTYPE",
+        "auto",
+        "Type of the KV pages. auto: what the model computes in. float8: e4m3 with scales, CUDA only, torch attention.",
+        choices=("auto", "float8"),
+    )
+    cuda_graphs: str = env(
+        "CUDA_GRAPHS",
+        "auto",
+        "auto: on CUDA, decode steps are captured as graphs at start; off: every step is launched kernel by kernel.",
+        choices=("auto", "off"),
     )
     attention_backend: str = env(
         "ATTENTION_BACKEND",

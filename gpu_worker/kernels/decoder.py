@@ -41,7 +41,7 @@ class PackedCausalLM:
         assert isinstance(attention, CpuStepAttention), "the kernels attend by themselves"
         if kv_cache is not self._kv_cache:
             self._model, self._kv_cache = _model(self._config, self._packed, kv_cache), kv_cache
-        if len(token_ids) > self._workspace.rows:
+        if not self._workspace.serves(len(token_ids)):
             self._workspace = _Workspace(self._config, rows=len(token_ids))
         logits = torch.empty(len(logit_rows), self._config.vocab_size)
         step = made(
@@ -65,7 +65,7 @@ class _Workspace:
     """Activations of a step of up to `rows` rows: kept, since new memory costs more than it holds."""
 
     def __init__(self, config: DecoderConfig, rows: int) -> None:
-        self.rows = rows
+        self._rows = rows
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._tensors = {
             "x": torch.empty(rows, config.hidden_size),
@@ -75,8 +75,12 @@ class _Workspace:
             "inner": torch.empty(rows, config.intermediate_size),
             "scratch": linear_scratch(rows),
         }
+        self._threads = len(self._tensors["scratch"])
         pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         self.struct = made(structs.Workspace, **pointers)
+
+    def serves(self, rows: int) -> bool:
+        return rows <= self._rows and torch.get_num_threads() <= self._threads
 
 
 def _model(config: DecoderConfig, packed: Packed, kv_cache: KVCache) -> Any:

@@ -80,7 +80,7 @@ class Gate:
 @asynccontextmanager
 async def running(runner: FakeRunner, metrics: WorkerMetrics | None = None) -> AsyncIterator[tuple[Executor, Client]]:
     telemetry = StepTelemetry(metrics or WorkerMetrics(), NullTracer())
-    async with Executor(runner, telemetry, epoch=EPOCH, threads=1) as executor:
+    async with Executor(runner, telemetry, epoch=EPOCH) as executor:
         client = Client(executor)
         assert await client.open() == Snapshot(EPOCH, [])
         yield executor, client
