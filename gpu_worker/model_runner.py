@@ -18,7 +18,7 @@ from gpu_worker.kernels.library import Kernels, load_kernels
 from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.llama import CausalLM
-from gpu_worker.model_config import DecoderConfig, load_decoder_config
+from gpu_worker.model_config import DecoderConfig, context_limit, load_decoder_config
 from gpu_worker.model_port import StepOutput
 from gpu_worker.rope import RotaryEmbedding
 from gpu_worker.sampler import sample
@@ -134,7 +134,7 @@ def load_runner(
     """
     config = load_decoder_config(model_dir)
     torch_device = _device(device)
-    context_limit = _context_limit(config, max_model_len)
+    max_model_len = context_limit(config, max_model_len)
     kernels = load_kernels(kernels_dir) if kernels_dir is not None and torch_device.type == "cpu" else None
     model, dtype = _load_model(config, model_dir, weight_dtype, torch_device, kernels, kernels_dir)
     attention = choose(attention_backend, torch_device, dtype, head_dim=config.head_dim, kernels=kernels)
@@ -150,7 +150,7 @@ def load_runner(
         revision=weights_revision(model_dir),
         architecture=config.architecture,
         vocab_size=config.vocab_size,
-        max_model_len=context_limit,
+        max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
         kv_dtype=str(dtype).removeprefix("torch."),
     )
@@ -184,14 +184,3 @@ def _device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigInvalid(f"PHASEMESH_DEVICE={name!r}: {reason}", param="PHASEMESH_DEVICE") from error
     return device
-
-
-def _context_limit(config: DecoderConfig, max_model_len: int | None) -> int:
-    if max_model_len is None:
-        return config.context_limit
-    if max_model_len > config.context_limit:
-        raise ConfigInvalid(
-            f"PHASEMESH_MAX_MODEL_LEN={max_model_len}: the model is meant for at most {config.context_limit} tokens",
-            param="PHASEMESH_MAX_MODEL_LEN",
-        )
-    return max_model_len
