@@ -19,7 +19,7 @@ from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.kv_format import choose_kv_format
 from gpu_worker.llama import CausalLM
-from gpu_worker.model_config import DecoderConfig, load_decoder_config
+from gpu_worker.model_config import DecoderConfig, context_limit, load_decoder_config
 from gpu_worker.torch_runner import LanguageModel, TorchModelRunner
 from gpu_worker.weight_dtype import WeightDtype, choose_weight_dtype
 from gpu_worker.weights import checkpoint_dtype, load_weights, served_revision
@@ -56,7 +56,7 @@ def load_runner(
     """
     config = load_decoder_config(model_dir)
     torch_device = _device(device)
-    context_limit = _context_limit(config, max_model_len)
+    max_model_len = context_limit(config, max_model_len)
     kernels = _kernels(kernels_dir, torch_device, attention_backend, config.head_dim)
     weights = choose_weight_dtype(
         weight_dtype,
@@ -88,7 +88,7 @@ def load_runner(
         revision=served_revision(model_dir, weights.rounding),
         architecture=config.architecture,
         vocab_size=config.vocab_size,
-        max_model_len=context_limit,
+        max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
         kv_dtype=kv_format.name,
     )
@@ -145,14 +145,3 @@ def _device(name: str) -> torch.device:
 def _capability(device: torch.device) -> tuple[int, int] | None:
     """A CUDA device's compute capability."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-def _context_limit(config: DecoderConfig, max_model_len: int | None) -> int:
-    if max_model_len is None:
-        return config.context_limit
-    if max_model_len > config.context_limit:
-        raise ConfigInvalid(
-            f"PHASEMESH_MAX_MODEL_LEN={max_model_len}: the model is meant for at most {config.context_limit} tokens",
-            param="PHASEMESH_MAX_MODEL_LEN",
-        )
-    return max_model_len
