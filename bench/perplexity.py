@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from gpu_worker.model_runner import TorchModelRunner, load_runner
+from gpu_worker.model_runner import load_runner
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.torch_runner import TorchModelRunner
 from wire.config import WorkerConfig, load
 from wire.model_path import cache_root, model_path
 

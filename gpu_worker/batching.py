@@ -13,7 +13,7 @@ from gpu_worker.sequences import LiveSequence, SequenceTable
 from gpu_worker.step_batch import StepBatch
 from wire.errors import EntryMalformed
 from wire.ids import SeqId
-from wire.plan import Decode, PrefillChunk, Progress, StepPlan
+from wire.plan import Decode, ModelCard, PrefillChunk, Progress, StepPlan
 from wire.sampling import FinishReason
 
 
@@ -25,11 +25,13 @@ class StepEntry:
     start: int
     end: int
     is_prefill: bool
+    fed_by: int | None = None
+    """The query's one token is the i-th drawn in the step before, which the host has not read yet."""
 
     @property
     def samples(self) -> bool:
         """The query ends at the sequence's last token, so its last row gives the next one."""
-        return self.end == len(self.sequence.token_ids)
+        return self.fed_by is not None or self.end == len(self.sequence.token_ids)
 
 
 class PlanRun:
@@ -104,13 +106,34 @@ class PlanRun:
         )
 
 
+def step_ahead(entries: Sequence[StepEntry], card: ModelCard) -> list[StepEntry]:
+    """The step after one that is under way, before its tokens are known; empty where the host must see them first.
+
+    Every sequence that samples now goes on, but for those whose length or grant ends them for certain; one that draws
+    a stop token will have been stepped for nothing. Nothing is stepped ahead of a draw that penalties shape.
+    """
+    ahead: list[StepEntry] = []
+    for row, entry in enumerate(entry for entry in entries if entry.samples):
+        sequence = entry.sequence
+        if not sequence.goes_on_after(entry.end + 1, card):
+            continue
+        if sequence.draws_need_output:
+            return []
+        ahead.append(StepEntry(sequence, entry.end, entry.end + 1, is_prefill=False, fed_by=row))
+    return ahead
+
+
 def build_batch(entries: Sequence[StepEntry], page_size: int) -> StepBatch:
     """Flat lists for the model runner; logit_rows follow the order of the entries that sample."""
     batch = StepBatch()
     for entry in entries:
         table = entry.sequence.block_table
         positions = range(entry.start, entry.end)
-        batch.token_ids += entry.sequence.token_ids[entry.start : entry.end]
+        if entry.fed_by is None:
+            batch.token_ids += entry.sequence.token_ids[entry.start : entry.end]
+        else:
+            batch.fed_rows.append((len(batch.token_ids), entry.fed_by))
+            batch.token_ids.append(0)
         batch.positions += positions
         batch.slot_mapping += [table[p // page_size] * page_size + p % page_size for p in positions]
         batch.query_lens.append(len(positions))

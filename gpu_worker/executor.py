@@ -6,29 +6,29 @@
       deliver  ◂────────────────────────  call_soon_threadsafe, in order  ◂───────────  StepReport
 
 The thread alone touches the model, the sequences and the residency. Anything newer in the inbox makes the running
-plan yield after its step.
+plan yield after its step. A pipelined runner (a GPU) is given the next step before this one's tokens are read:
+
+    device  | step 0      | step 1      | step 2      |            fed by the tokens of the step before, on the device
+    host      launch 1 ▸ read 0 ▸ launch 2 ▸ read 1 ▸ …            a plan that arrives meanwhile waits for one step more
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TypeAlias, assert_never
 
-import torch
-
-from gpu_worker.batching import PlanRun, StepEntry, build_batch
-from gpu_worker.model_port import ModelRunner
+from gpu_worker.batching import PlanRun, StepEntry, build_batch, step_ahead
+from gpu_worker.model_port import ModelRunner, PipelinedRunner, Sampled, StepOutput
 from gpu_worker.residency import Residency
-from gpu_worker.sampler import Sampled, sample
-from gpu_worker.sequences import SequenceTable
+from gpu_worker.sequences import LiveSequence, SequenceTable
 from gpu_worker.telemetry import StepTelemetry
 from wire.ids import Epoch
 from wire.plan import PageUnits, Progress, StepPlan, StepReport, StepTiming
@@ -82,16 +82,12 @@ class Executor:
     """`async with Executor(…) as executor`: the compute thread lives as long as the block.
 
     epoch: of this process's KV tensors; later ones, after a step that raised, count up from it.
-    threads: intra-op threads of torch; None takes every core.
     """
 
-    def __init__(
-        self, runner: ModelRunner, telemetry: StepTelemetry, *, epoch: Epoch, threads: int | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, telemetry: StepTelemetry, *, epoch: Epoch) -> None:
         self.runner = runner
         self._telemetry = telemetry
         self._epoch = epoch
-        self._threads = threads or os.cpu_count() or 1
         self._residency = Residency(runner.page_size)
         self._table = SequenceTable(
             runner.card,
@@ -156,9 +152,8 @@ class Executor:
     # Everything below runs in the compute thread.
 
     def _serve(self) -> None:
-        torch.set_num_threads(self._threads)
         channel: PlanChannel | None = None
-        with torch.inference_mode():
+        with self.runner.compute_thread():
             while True:
                 match self._take():
                     case _Open(new_channel, opened):
@@ -219,34 +214,57 @@ class Executor:
             self._telemetry.set_sequences(len(self._table))
             yield StepReport(plan.plan_id, 0, plan_done=True, progress=progress)
             return
+        launched = self._launch(entries, watch)
         for step in range(plan.max_steps):
-            stepped, timing = self._step(entries, watch)
+            ahead = self._launch_ahead(launched) if step + 1 < plan.max_steps else None
+            stepped, timing = self._finish(launched)
             progress = progress + stepped
-            entries = run.next_step()
-            plan_done = step + 1 == plan.max_steps or not entries or bool(self._inbox)
+            if ahead is None:
+                entries = run.next_step()
+                plan_done = step + 1 == plan.max_steps or not entries or bool(self._inbox)
+            else:
+                ahead.watch.restart()
+                plan_done = not any(self._is_live(entry) for entry in ahead.entries)  # all stopped: it ran for nothing
             yield StepReport(plan.plan_id, step, plan_done, progress, timing)
             if plan_done:
                 return
-            progress, watch = [], _StepWatch()
+            progress, launched = [], ahead or self._launch(entries, _StepWatch())
 
     def _copy_pages(self, plan: StepPlan) -> None:
         self.runner.copy_pages(plan.page_copies)
         self._residency.copied(plan.page_copies)
 
-    def _step(self, entries: list[StepEntry], watch: _StepWatch) -> tuple[list[Progress], StepTiming]:
+    def _launch(self, entries: list[StepEntry], watch: _StepWatch) -> _Launched:
+        """Begin a step. A runner that is not pipelined runs it when its result is asked for."""
         batch = build_batch(entries, self.runner.page_size)
         watch.lap()
-        logits = self.runner.forward(batch)
-        watch.lap()
-        sampling = [entry for entry in entries if entry.samples]
-        sampled = sample(logits, [entry.sequence for entry in sampling], self.runner.card)
-        watch.lap()
-        timing = watch.timing(entries)
+        sampling = [entry.sequence for entry in entries if entry.samples]
+        if isinstance(self.runner, PipelinedRunner):
+            return _Launched(entries, sampling, watch, self.runner.launch(batch, sampling).result)
+        return _Launched(entries, sampling, watch, partial(self.runner.step, batch, sampling))
+
+    def _launch_ahead(self, launched: _Launched) -> _Launched | None:
+        """The step after `launched`, begun before that one's tokens are read; a newer plan in the inbox comes first."""
+        if self._inbox or not isinstance(self.runner, PipelinedRunner):
+            return None
+        entries = step_ahead(launched.entries, self.runner.card)
+        return self._launch(entries, _StepWatch()) if entries else None
+
+    def _finish(self, launched: _Launched) -> tuple[list[Progress], StepTiming]:
+        """Wait for a step and account for it; what it ran of sequences that are over by now is dropped."""
+        output = launched.result()
+        launched.watch.lap()
+        timing = launched.watch.timing(launched.entries, output)
+        entries = [entry for entry in launched.entries if self._is_live(entry)]
         self._telemetry.step_done(entries, timing)
-        by_sequence = {entry.sequence.seq_id: drawn for entry, drawn in zip(sampling, sampled, strict=True)}
-        progress = [self._advance(entry, by_sequence.get(entry.sequence.seq_id)) for entry in entries]
+        drawn = {sequence.seq_id: one for sequence, one in zip(launched.sampling, output.sampled, strict=True)}
+        progress = [self._advance(entry, drawn.get(entry.sequence.seq_id)) for entry in entries]
         self._telemetry.set_sequences(len(self._table))
         return progress, timing
+
+    def _is_live(self, entry: StepEntry) -> bool:
+        sequence = entry.sequence
+        return self._table.find(sequence.seq_id, sequence.incarnation) is sequence
 
     def _advance(self, entry: StepEntry, sampled: Sampled | None) -> Progress:
         """Account for one sequence's part of a step that ran; drops the sequence when it is over."""
@@ -270,11 +288,18 @@ class Executor:
         return progress
 
 
-class _StepWatch:
-    """Times one step by its parts: build (copies included), forward, sample.
+@dataclass(slots=True)
+class _Launched:
+    """A step under way."""
 
-    On an accelerator forward returns early; what is left of it then counts as sample, which waits for the tokens.
-    """
+    entries: list[StepEntry]
+    sampling: list[LiveSequence]
+    watch: _StepWatch
+    result: Callable[[], StepOutput]
+
+
+class _StepWatch:
+    """Times one step by its parts: build (copies included), forward, and sample, which the runner tells apart."""
 
     def __init__(self) -> None:
         self._started_unix_ns = time.time_ns()
@@ -283,13 +308,18 @@ class _StepWatch:
     def lap(self) -> None:
         self._laps_ns.append(time.perf_counter_ns())
 
-    def timing(self, entries: list[StepEntry]) -> StepTiming:
-        started, built, forwarded, sampled = self._laps_ns
+    def restart(self) -> None:
+        """The step before has only now ended: building this one was hidden behind it, and its own time begins."""
+        self._started_unix_ns = time.time_ns()
+        self._laps_ns = [time.perf_counter_ns()] * 2
+
+    def timing(self, entries: list[StepEntry], output: StepOutput) -> StepTiming:
+        started, built, stepped = self._laps_ns
         return StepTiming(
             started_unix_ns=self._started_unix_ns,
             build_us=(built - started) // 1000,
-            forward_us=(forwarded - built) // 1000,
-            sample_us=(sampled - forwarded) // 1000,
+            forward_us=max(0, (stepped - built) // 1000 - output.sample_us),
+            sample_us=output.sample_us,
             prefill_tokens=sum(entry.end - entry.start for entry in entries if entry.is_prefill),
             decode_tokens=sum(1 for entry in entries if not entry.is_prefill),
             context_tokens=sum(entry.end for entry in entries),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gpu_worker.kv_format import KVFormat
 from gpu_worker.model_config import DecoderConfig
 from wire.errors import ConfigInvalid
 from wire.plan import PageCopy
@@ -15,21 +16,23 @@ from wire.plan import PageCopy
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of K and of V: [num_layers, num_pages, page_size, num_kv_heads, head_dim]; page_size in tokens."""
+    """Shape of K and of V: [num_layers, num_pages, page_size, num_kv_heads, row_size]; page_size in tokens."""
 
     num_layers: int
     num_pages: int
     page_size: int
     num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
+    row_size: int
+    """Stored elements of one token and head: head_dim, and a scale where the format has one."""
+    kv_format: KVFormat
 
     @classmethod
     def sized(
-        cls, config: DecoderConfig, *, page_size: int, dtype: torch.dtype, num_pages: int | None, memory_bytes: int
+        cls, config: DecoderConfig, *, page_size: int, kv_format: KVFormat, num_pages: int | None, memory_bytes: int
     ) -> KVLayout:
         """`num_pages` if given, else as many pages as `memory_bytes` holds. Raises ConfigInvalid below two pages."""
-        one_page = cls(config.num_layers, 1, page_size, config.num_kv_heads, config.head_dim, dtype)
+        row_size = kv_format.row_size(config.head_dim)
+        one_page = cls(config.num_layers, 1, page_size, config.num_kv_heads, row_size, kv_format)
         pages = memory_bytes // one_page.total_bytes if num_pages is None else num_pages
         if pages < 2:
             variable = "PHASEMESH_KV_MEMORY_MB" if num_pages is None else "PHASEMESH_KV_PAGES"
@@ -37,21 +40,26 @@ class KVLayout:
                 f"{variable}: {pages} KV pages of {one_page.total_bytes} bytes each; at least 2 are needed",
                 param=variable,
             )
-        return cls(config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim, dtype)
+        return cls(config.num_layers, pages, page_size, config.num_kv_heads, row_size, kv_format)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As stored."""
+        return self.kv_format.stored_dtype
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        return self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
+        return self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, self.row_size
 
     @property
     def total_bytes(self) -> int:
         """Of K and V together."""
         slots = self.num_layers * self.num_pages * self.page_size
-        return 2 * slots * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * slots * self.num_kv_heads * self.row_size * self.dtype.itemsize
 
 
 class KVCache:
-    """K and V, each [num_layers, num_pages, page_size, num_kv_heads, head_dim]."""
+    """K and V, each [num_layers, num_pages, page_size, num_kv_heads, row_size]."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         """Raises ConfigInvalid when the device has no such memory."""
@@ -64,17 +72,18 @@ class KVCache:
                 f"PHASEMESH_KV_MEMORY_MB or PHASEMESH_KV_PAGES: no {layout.total_bytes / 2**30:.1f} GiB on {device}",
                 param="PHASEMESH_KV_MEMORY_MB",
             ) from error
-        by_slot = (layout.num_layers, layout.num_pages * layout.page_size, layout.num_kv_heads, layout.head_dim)
+        by_slot = (layout.num_layers, layout.num_pages * layout.page_size, layout.num_kv_heads, layout.row_size)
         self._key_slots = self.keys.view(by_slot)
         self._value_slots = self.values.view(by_slot)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [num_tokens, num_kv_heads, head_dim] at slots [num_tokens] (page * size + offset)."""
-        self._key_slots[layer].index_copy_(0, slots, keys)
-        self._value_slots[layer].index_copy_(0, slots, values)
+        encode = self.layout.kv_format.encode
+        self._key_slots[layer].index_copy_(0, slots, encode(keys))
+        self._value_slots[layer].index_copy_(0, slots, encode(values))
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each [num_pages, page_size, num_kv_heads, head_dim]."""
+        """K and V of one layer as stored, each [num_pages, page_size, num_kv_heads, row_size]."""
         return self.keys[layer], self.values[layer]
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from gpu_worker.model_port import Sampled
 from gpu_worker.randomness import uniform
 from gpu_worker.sequences import LiveSequence
 from wire.plan import ModelCard
@@ -21,14 +21,6 @@ from wire.sampling import SamplingParams, TokenLogprobs
 
 _NUCLEUS_GUESSES = (256, 4096)
 """Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only when they do not reach p."""
-
-
-@dataclass(slots=True)
-class Sampled:
-    """token None: the logits hold no usable number, and the sequence cannot go on."""
-
-    token: int | None
-    logprobs: TokenLogprobs | None = None
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[LiveSequence], card: ModelCard) -> list[Sampled]:
@@ -51,19 +43,20 @@ def _sample_row(logits: torch.Tensor, sequence: LiveSequence, card: ModelCard, g
     masked: list[int] = []
     if sequence.num_output_tokens < params.min_tokens:
         masked = [stop_id for stop_id in sequence.stop_ids(card) if stop_id < len(logits)]
-    if masked or params.temperature > 0 or _changes_logits(params):
-        token = _draw(_adjusted(logits.double(), sequence, masked), sequence)
+    if masked or params.temperature > 0 or changes_logits(params):
+        token = _draw(adjusted(logits.double(), sequence, masked), sequence)
     if token is None or params.logprobs is None:
         return Sampled(token)
     return Sampled(token, token_logprobs(logits, token, params.logprobs))
 
 
-def _changes_logits(p: SamplingParams) -> bool:
+def changes_logits(p: SamplingParams) -> bool:
+    """Bias or penalties."""
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     return penalized or bool(p.logit_bias)
 
 
-def _adjusted(logits: torch.Tensor, sequence: LiveSequence, masked: Sequence[int]) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, sequence: LiveSequence, masked: Sequence[int]) -> torch.Tensor:
     """Bias, mask and penalties. logits: float64 [vocab_size], owned by the caller and changed in place.
 
     Repetition over prompt and output as in Keskar et al., "CTRL" (2019), §4.1; presence and frequency over the

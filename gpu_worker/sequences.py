@@ -49,6 +49,18 @@ class LiveSequence:
         """Only the last token is uncomputed, and there is a slot for it."""
         return self.num_computed == len(self.token_ids) - 1 and self.num_computed < self.granted_slots
 
+    @property
+    def draws_need_output(self) -> bool:
+        """A draw depends on which tokens were drawn before it, beyond the KV they left."""
+        p = self.sampling
+        return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+    def goes_on_after(self, num_tokens: int, card: ModelCard) -> bool:
+        """It is stepped again once it has num_tokens tokens, should the last of them be no stop token."""
+        if self.finish_reason is not None or num_tokens > self.granted_slots:
+            return False
+        return num_tokens - self.num_prompt_tokens < self.sampling.max_tokens and num_tokens < card.max_model_len
+
     def advance(self, num_computed: int) -> None:
         """KV for positions [0, num_computed) is now written: hash the units that became full."""
         self.num_computed = num_computed

@@ -20,3 +20,5 @@ class StepBatch:
     context_lens: list[int] = field(default_factory=list)  # [num_seqs], this step's tokens included
     block_tables: list[list[int]] = field(default_factory=list)  # [num_seqs][ceil(context_len / page_size)]
     logit_rows: list[int] = field(default_factory=list)  # rows of [num_tokens] whose logits are wanted
+    fed_rows: list[tuple[int, int]] = field(default_factory=list)
+    """(row of [num_tokens], i): its token is the i-th drawn in the step before, which only the device may know."""

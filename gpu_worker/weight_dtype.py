@@ -16,13 +16,13 @@ from wire.errors import ConfigInvalid
 INT8_GROUP = 64
 """Weights of one output column, next to each other in depth, that share an int8 scale."""
 INT8_MAX = 127
-_OPTIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_OPTIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "float8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightDtype:
     stored: torch.dtype
-    """Of the matrices: float32, bfloat16, or int8 with scales; on a GPU float16 too."""
+    """Of the matrices: float32, bfloat16, or int8 with scales; on a GPU float16, or float8 with scales, but no int8."""
     compute: torch.dtype
     """Of activations and KV."""
     rounding: str | None
@@ -33,8 +33,8 @@ def choose_weight_dtype(option: str, checkpoint: torch.dtype, device: torch.devi
     """What PHASEMESH_WEIGHT_DTYPE means for a checkpoint whose matrices are `checkpoint`.
 
     `auto` changes no value: on a CPU a bfloat16 checkpoint stays bfloat16 where `kernels` read it, and everything
-    else is float32; elsewhere the checkpoint's own type. Raises ConfigInvalid for an unknown option, and for int8 on
-    a device other than the CPU.
+    else is float32; elsewhere the checkpoint's own type. Raises ConfigInvalid for an unknown option, for int8 on
+    a device other than the CPU, and for float8 on one other than CUDA.
     """
     on_cpu = device.type == "cpu"
     if option == "auto":
@@ -45,12 +45,22 @@ def choose_weight_dtype(option: str, checkpoint: torch.dtype, device: torch.devi
         stored = _OPTIONS[option]
     if stored is torch.int8 and not on_cpu:
         raise _refusal(option, f"implemented on the CPU; on {device.type} one of auto, float32, bfloat16")
+    if stored is torch.float8_e4m3fn and device.type != "cuda":
+        raise _refusal(option, f"needs a CUDA device, not {device}")
     is_exact = stored in (torch.float32, checkpoint)
     return WeightDtype(
         stored=stored,
-        compute=torch.float32 if on_cpu else stored,
+        compute=_compute_dtype(stored, checkpoint, device),
         rounding=None if is_exact else str(stored).removeprefix("torch."),
     )
+
+
+def _compute_dtype(stored: torch.dtype, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    if stored is torch.float8_e4m3fn:
+        return checkpoint if checkpoint is not torch.float32 else torch.bfloat16
+    return stored
 
 
 def _refusal(option: str, reason: str) -> ConfigInvalid:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
-from gpu_worker.attention import cpu_backend
+from gpu_worker.attention import cpu_backend, flash_attn_backend
 from gpu_worker.attention.cpu_backend import CpuAttention
 from gpu_worker.attention.flash_attn_backend import FlashAttention
 from gpu_worker.attention.port import AttentionBackend
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.kernels.library import Kernels
+from gpu_worker.kv_format import Float8KV, KVFormat
 from wire.errors import ConfigInvalid
 
 VARIABLE = "PHASEMESH_ATTENTION_BACKEND"
-_FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def choose(
-    name: str, device: torch.device, dtype: torch.dtype, *, head_dim: int, kernels: Kernels | None = None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    kernels: Kernels | None = None,
+    capability: tuple[int, int] | None = None,
+    kv_format: KVFormat | None = None,
 ) -> AttentionBackend:
     """`torch`, `flash_attn`, `cpu`, or `auto`: of flash-attn and the CPU kernel the one that can run, else torch.
 
-    kernels: on a CPU, where they are built. Raises ConfigInvalid when the backend asked for cannot run, saying why.
+    kernels: on a CPU, where they are built. capability: of a CUDA device. kv_format: None: plain rows of `dtype`.
+    Raises ConfigInvalid when the backend asked for cannot run, saying why.
     """
-    flash_obstacle = _flash_obstacle(device, dtype)
+    if isinstance(kv_format, Float8KV):
+        if name not in ("auto", "torch"):
+            raise ConfigInvalid(f"{VARIABLE}={name}: reads no float8 KV, which only torch does", param=VARIABLE)
+        return TorchAttention(kv_format)
+    flash_obstacle = flash_attn_backend.obstacle(device, dtype, head_dim, capability)
     cpu_obstacle = cpu_backend.obstacle(kernels, dtype, head_dim)
     match name:
         case "torch":
@@ -41,18 +51,6 @@ def choose(
             raise ConfigInvalid(f"{VARIABLE}={name}: {obstacle}", param=VARIABLE)
         case _:
             raise ConfigInvalid(f"{VARIABLE}={name!r}: one of auto, torch, flash_attn, cpu", param=VARIABLE)
-
-
-def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return f"needs a CUDA device, not {device}"
-    if dtype not in _FLASH_DTYPES:
-        return f"computes in float16 and bfloat16, not {dtype}"
-    try:
-        importlib.import_module("flash_attn")
-    except ImportError as error:
-        return f"the flash_attn package cannot be imported ({error})"
-    return None
 
 
 def page_size_for(backend: AttentionBackend, requested: int | None) -> int:

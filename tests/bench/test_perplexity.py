@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from bench import perplexity
 from bench.perplexity import REFERENCE, TEXT, WEIGHT_DTYPES, Score, score
-from gpu_worker.model_runner import TorchModelRunner
+from gpu_worker.torch_runner import TorchModelRunner
 from tests.model.conftest import checkpoint, load_reference  # noqa: F401  # fixtures
 from wire.config import WorkerConfig, load
 

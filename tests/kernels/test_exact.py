@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_worker.kernels.library import PANEL_DTYPES
-from gpu_worker.model_runner import TorchModelRunner
+from gpu_worker.torch_runner import TorchModelRunner
 from tests.model.paged import PagedSequences, open_runner
 
 LENGTHS = (1, 17, 40, 130, 290)

@@ -40,7 +40,7 @@ class InProcessMesh:
         self.engine = Engine(config, no_worker_grace_s=60.0, routing_seed=0, fence=Fence(1))
         self._executors = {
             WorkerId(f"w{i}"): Executor(
-                runner, StepTelemetry(WorkerMetrics(), setup_tracing("worker", {})), epoch=Epoch(1), threads=1
+                runner, StepTelemetry(WorkerMetrics(), setup_tracing("worker", {})), epoch=Epoch(1)
             )
             for i, runner in enumerate(runners)
         }

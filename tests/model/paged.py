@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from gpu_worker.model_port import ModelRunner
-from gpu_worker.model_runner import TorchModelRunner, load_runner
+from gpu_worker.model_runner import load_runner
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.torch_runner import TorchModelRunner
 from wire.config import WorkerConfig, load
 from wire.model_path import cache_root
 
@@ -29,6 +29,7 @@ def open_runner(directory: Path, **changes: Any) -> TorchModelRunner:
         "kv_memory_bytes": 0,
         "max_model_len": None,
         "name": "tiny",
+        "threads": 1,
         "kernels_dir": cache_root(config.model) if config.cpu_kernels == "auto" else None,
     }
     return load_runner(directory, **(arguments | changes))
@@ -44,7 +45,7 @@ class Sequence:
 class PagedSequences:
     """Sequences with their pages dealt from a shuffled pool. step() returns the logits of every token it ran."""
 
-    def __init__(self, runner: ModelRunner, token_lists: list[list[int]], rng: random.Random) -> None:
+    def __init__(self, runner: TorchModelRunner, token_lists: list[list[int]], rng: random.Random) -> None:
         self.runner = runner
         pool = list(range(runner.num_pages))
         rng.shuffle(pool)
@@ -72,7 +73,7 @@ class PagedSequences:
 
     def step(self, counts: dict[int, int]) -> list[tuple[int, torch.Tensor]]:
         """Run counts[i] tokens of each sequence i; (i, logits [counts[i], vocab]) of each."""
-        logits = self.runner.forward(self.batch(counts))
+        logits = self.runner.forward(self.batch(counts)).clone()  # a replayed graph's are valid until the next step
         for index, count in counts.items():
             self.sequences[index].num_computed += count
         parts = torch.split(logits, list(counts.values()))

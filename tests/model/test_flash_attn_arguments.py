@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from gpu_worker.attention.choose import choose, page_size_for
-from gpu_worker.attention.flash_attn_backend import FlashAttention, flash_metadata, window_size
+from gpu_worker.attention.flash_attn_backend import (
+    FlashAttention,
+    FlashDecodeStep,
+    FlashVarlenStep,
+    decode_metadata,
+    varlen_metadata,
+    window_size,
+)
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.step_batch import StepBatch
 from tests.model.conftest import Reference
@@ -39,6 +46,16 @@ def one_sequence(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
+def check_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor) -> None:
+    """What csrc/flash_attn/flash_api.cpp refuses, of both calls."""
+    assert k.shape[1] % 256 == 0
+    assert q.shape[-1] % 8 == 0
+    assert q.shape[-1] <= 256
+    assert q.shape[-2] % k.shape[-2] == 0
+    assert block_table.dtype == torch.int32
+    assert {x.stride(-1) for x in (q, k, v, block_table)} == {1}
+
+
 def documented_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -54,7 +71,10 @@ def documented_varlen(
     block_table: torch.Tensor,
 ) -> torch.Tensor:
     assert causal
-    assert {cu_seqlens_q.dtype, cu_seqlens_k.dtype, block_table.dtype} == {torch.int32}
+    check_layout(q, k, v, block_table)
+    assert {cu_seqlens_q.dtype, cu_seqlens_k.dtype} == {torch.int32}
+    assert cu_seqlens_q.is_contiguous()
+    assert cu_seqlens_k.is_contiguous()
     assert max_seqlen_q == cu_seqlens_q.diff().max()
     assert max_seqlen_k == cu_seqlens_k.diff().max()
     outputs = []
@@ -78,6 +98,9 @@ def documented_with_kvcache(
 ) -> torch.Tensor:
     assert causal
     assert q.shape[1] == 1
+    check_layout(q, k_cache, v_cache, block_table)
+    assert cache_seqlens.dtype == torch.int32
+    assert cache_seqlens.is_contiguous()
     num_seqs = len(q)
     return documented_varlen(
         q.flatten(0, 1),
@@ -122,7 +145,7 @@ def test_arguments_mean_what_the_model_means(
     documented_flash_attn: list[str],
 ) -> None:
     rng = random.Random(family)
-    runner = open_runner(checkpoint(family), page_size=256, num_pages=12)
+    runner = open_runner(checkpoint(family), page_size=256, num_pages=12, kernels_dir=None)
     runner._attention = FlashAttention()
     prompts = [*token_lists(rng), [rng.randrange(320) for _ in range(300)]]
     for choose_counts in (random_mix(rng), one_token_each):
@@ -134,16 +157,27 @@ def test_arguments_mean_what_the_model_means(
 
 def test_metadata_of_a_mixed_step() -> None:
     batch = StepBatch(query_lens=[3, 1, 256], context_lens=[3, 600, 512], block_tables=[[7], [1, 2, 3], [9, 8]])
-    metadata = flash_metadata(batch, CPU)
-    assert not metadata.decode_only
+    metadata = varlen_metadata(batch, CPU)
     assert metadata.cu_seqlens_q.tolist() == [0, 3, 4, 260]
     assert metadata.cu_seqlens_k.tolist() == [0, 3, 603, 1115]
-    assert metadata.cache_seqlens.tolist() == [3, 600, 512]
     assert (metadata.max_seqlen_q, metadata.max_seqlen_k) == (256, 600)
     assert metadata.block_table.tolist() == [[7, 0, 0], [1, 2, 3], [9, 8, 0]]
-    tensors = (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.cache_seqlens, metadata.block_table)
-    assert {tensor.dtype for tensor in tensors} == {torch.int32}
-    assert flash_metadata(StepBatch(query_lens=[1], context_lens=[1], block_tables=[[0]]), CPU).decode_only
+    assert {t.dtype for t in (metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.block_table)} == {torch.int32}
+
+
+def test_metadata_of_a_step_of_decodes() -> None:
+    metadata = decode_metadata(StepBatch(query_lens=[1, 1], context_lens=[5, 300], block_tables=[[4], [1, 2]]), CPU)
+    assert metadata.cache_seqlens.tolist() == [5, 300]
+    assert metadata.block_table.tolist() == [[4, 0], [1, 2]]
+    assert {metadata.cache_seqlens.dtype, metadata.block_table.dtype} == {torch.int32}
+
+
+def test_only_a_step_of_decodes_takes_the_decode_call(documented_flash_attn: list[str]) -> None:
+    decodes = StepBatch(query_lens=[1, 1], context_lens=[1, 9], block_tables=[[0], [1]])
+    mixed = StepBatch(query_lens=[1, 2], context_lens=[1, 9], block_tables=[[0], [1]])
+    for batch, kind in ((decodes, FlashDecodeStep), (mixed, FlashVarlenStep)):
+        step = FlashAttention().prepare(batch, page_size=256, windows={None}, dtype=torch.bfloat16, device=CPU)
+        assert isinstance(step, kind)
 
 
 def test_a_window_counts_its_own_position() -> None:
@@ -161,6 +195,13 @@ def test_auto_takes_flash_attn_only_where_it_can_run(documented_flash_attn: list
         choose("flash_attn", CUDA, torch.float32, head_dim=64)
     with pytest.raises(ConfigInvalid, match="CUDA"):
         choose("flash_attn", CPU, torch.bfloat16, head_dim=64)
+    for head_dim in (60, 264):
+        assert isinstance(choose("auto", CUDA, torch.bfloat16, head_dim=head_dim), TorchAttention)
+        with pytest.raises(ConfigInvalid, match=f"multiple of 8, at most 256, not {head_dim}"):
+            choose("flash_attn", CUDA, torch.bfloat16, head_dim=head_dim)
+    assert isinstance(choose("auto", CUDA, torch.bfloat16, head_dim=64, capability=(8, 0)), FlashAttention)
+    with pytest.raises(ConfigInvalid, match=r"8\.0 \(Ampere\) or above, not 7\.5"):
+        choose("flash_attn", CUDA, torch.bfloat16, head_dim=64, capability=(7, 5))
 
 
 def test_without_the_library_auto_is_torch_and_flash_attn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpu_worker.kv_cache import KVLayout
+from gpu_worker.kv_format import PlainKV
 from gpu_worker.model_config import load_decoder_config
 from gpu_worker.model_port import ModelRunner
 from gpu_worker.model_runner import load_runner
@@ -29,8 +30,9 @@ def tokens(count: int) -> list[int]:
 
 
 def test_card_says_what_is_served(checkpoint: Callable[[str], Path]) -> None:
-    runner: ModelRunner = open_runner(checkpoint(FAMILY), max_model_len=100)
-    card = runner.card
+    runner = open_runner(checkpoint(FAMILY), max_model_len=100)
+    port: ModelRunner = runner
+    card = port.card
     assert (card.name, card.architecture, card.vocab_size) == ("tiny", "LlamaForCausalLM", 320)
     assert (card.max_model_len, card.eos_token_ids, card.kv_dtype) == (100, (2,), "float32")
     assert len(card.revision) == 64
@@ -98,10 +100,11 @@ def test_copies_run_in_order_and_touch_only_their_slots(checkpoint: Callable[[st
 def test_pages_are_sized_from_memory(checkpoint: Callable[[str], Path]) -> None:
     config = load_decoder_config(checkpoint(FAMILY))
     page_bytes = 2 * 3 * 16 * 2 * 16 * 4  # K and V, layers, slots, KV heads, head_dim, float32
-    layout = KVLayout.sized(config, page_size=16, dtype=torch.float32, num_pages=None, memory_bytes=5 * page_bytes + 1)
+    plain = PlainKV(torch.float32)
+    layout = KVLayout.sized(config, page_size=16, kv_format=plain, num_pages=None, memory_bytes=5 * page_bytes + 1)
     assert (layout.num_pages, layout.total_bytes) == (5, 5 * page_bytes)
     with pytest.raises(ConfigInvalid, match="PHASEMESH_KV_MEMORY_MB"):
-        KVLayout.sized(config, page_size=16, dtype=torch.float32, num_pages=None, memory_bytes=page_bytes)
+        KVLayout.sized(config, page_size=16, kv_format=plain, num_pages=None, memory_bytes=page_bytes)
 
 
 def test_default_page_size_is_the_backends(checkpoint: Callable[[str], Path]) -> None:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
+from gpu_worker.model_port import StepOutput
+from gpu_worker.sampler import sample
+from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
 from wire.plan import ModelCard, PageCopy
 
@@ -34,11 +38,16 @@ class FakeRunner:
         self.card = card
         self.num_pages = num_pages
         self.page_size = page_size
-        self.device = torch.device("cpu")
         self.before_forward: Callable[[StepBatch], None] = lambda batch: None
         self.nan_after: set[int] = set()
         """Rows whose last token is one of these get NaN logits."""
         self._kv = torch.full((num_pages, page_size, 2), -1, dtype=torch.int64)  # (token, position) per slot
+
+    def compute_thread(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
+
+    def step(self, batch: StepBatch, sampling: Sequence[LiveSequence]) -> StepOutput:
+        return StepOutput(sample(self.forward(batch), sampling, self.card), sample_us=0)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         self.before_forward(batch)

@@ -41,7 +41,7 @@ async def running_worker(
     metrics = WorkerMetrics()
     server, bound = bind_server("127.0.0.1", port)
     identity = WorkerIdentity(WorkerId(worker_id), f"127.0.0.1:{bound}")
-    async with Executor(runner, StepTelemetry(metrics, tracer), epoch=Epoch(epoch), threads=1) as executor:
+    async with Executor(runner, StepTelemetry(metrics, tracer), epoch=Epoch(epoch)) as executor:
         service = WorkerService(executor, identity, tracer)
         async with serving(server, service):
             yield FakeWorker(identity.worker_id, identity.advertise_address, runner, executor, service, metrics)

@@ -1,0 +1,1 @@
+"""What a worker does otherwise on a GPU: decode steps replayed as CUDA graphs, tokens that stay on the device."""
