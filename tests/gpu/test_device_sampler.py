@@ -10,7 +10,6 @@ import torch
 
 from gpu_worker.cuda import device_sampler
 from gpu_worker.cuda.device_sampler import DeviceSamples, SampleRow, sample_on_device
-from gpu_worker.randomness import uniform
 from gpu_worker.sampler import sample
 from gpu_worker.sequences import LiveSequence
 from tests.worker.fake_runner import CARD, EOS

@@ -1,11 +1,25 @@
 // All kernels for one instruction set, as C functions named <kernel>_<ISA>. Compiled once per set with its flags and
-// -DISA=<name>; no header of the C++ library is included, whose inline functions would be shared between the sets.
+// -DISA=<name>. Everything lives in a namespace of the set, and no header of the C++ library is included: the linker
+// would take one set's copy of an inline function for all.
+#include <linux/futex.h>
+#include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-#include "decoder.h"
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 #define KERNEL(name) extern "C" void JOIN(name, ISA)
+
+namespace JOIN(kernels, ISA) {
+
+#include "decoder.h"
 
 // A whole step: what a worker runs.
 KERNEL(decode)(const Model* model, const Step* step, int64_t threads) {
@@ -52,3 +66,5 @@ KERNEL(attend)(const float* q, int64_t q_stride, const float* keys, const float*
     attend(team, q, q_stride, keys, values, out, *plan, shape, 1.0f / __builtin_sqrtf(head_dim));
   });
 }
+
+}  // namespace

@@ -6,11 +6,6 @@
 // stand in each other's way).
 #pragma once
 
-#include <linux/futex.h>
-#include <omp.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "vec.h"
 
 constexpr int SPINS = 1500;

@@ -2,13 +2,6 @@
 // instruction set (see kernels.cpp), and only the number of lanes changes.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
-#if defined(__AVX__)
-#include <immintrin.h>
-#endif
-
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX__)
