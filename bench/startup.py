@@ -71,7 +71,10 @@ def start_once(options: list[str], kv_memory_mb: int) -> Started:
             return Started(ready_s, services_s, memory, _weight_files(workers))
         finally:
             launcher.terminate()
-            launcher.communicate(timeout=STOP_TIMEOUT_S)
+            try:
+                launcher.communicate(timeout=STOP_TIMEOUT_S)
+            finally:
+                launcher.kill()  # what has not ended by itself; its services die with it
 
 
 def _until_ready(launcher: subprocess.Popen[str]) -> dict[str, float]:
@@ -106,8 +109,11 @@ def report(rounds: list[Started], kv_memory_mb: int) -> str:
     for path, size in last.weight_files.items():
         lines.append(f"mapped weights: {Path(path).name}, {size / MB:.0f} MB")
     workers = [memory.total for name, memory in last.memory.items() if name.startswith("worker")]
-    bar = 1.2 * sum(last.weight_files.values()) + len(workers) * (kv_memory_mb * 2**20 + 400 * MB)
-    lines.append(f"workers together: {sum(workers) / MB:.0f} MB (bar {bar / MB:.0f}, KV pool {kv_memory_mb} MiB each)")
+    stored = sum(last.weight_files.values())
+    bar = 1.2 * stored + len(workers) * (kv_memory_mb * 2**20 + 400 * MB)
+    # Converted weights are in no file: a small model's, and other types than float32 without the CPU kernels.
+    judged = f"bar {bar / MB:.0f}, KV pool {kv_memory_mb} MiB each" if stored else "no bar: no weights are mapped"
+    lines.append(f"workers together: {sum(workers) / MB:.0f} MB ({judged})")
     return "\n".join(lines)
 
 

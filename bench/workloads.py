@@ -43,7 +43,7 @@ though thought thousand through time together told too took top toward town trav
 until use usual very voice vowel wait walk want war warm watch water way week weight well went west wheel where while
 white whole why will wind wonder wood word work world would write year young
 """
-_WORDS = _TEXT.split()
+WORDS = _TEXT.split()
 
 
 @dataclass(slots=True)
@@ -57,14 +57,14 @@ class _Writer:
         return max(1, round(self.rng.randint(low, high) * self.scale))
 
     def words(self, low: int, high: int) -> str:
-        return " ".join(self.rng.choices(_WORDS, k=self.between(low, high)))
+        return " ".join(self.rng.choices(WORDS, k=self.between(low, high)))
 
     def tool_output(self, low: int, high: int) -> str:
         """Rows as a tool would print them, of about so many words."""
         rows = []
         left = self.between(low, high)
         while left > 0:
-            name, value = self.rng.choices(_WORDS, k=2)
+            name, value = self.rng.choices(WORDS, k=2)
             rows.append({name: value, "count": self.rng.randrange(10_000)})
             left -= 4
         return json.dumps(rows)

@@ -15,10 +15,11 @@ from redis.asyncio import Redis
 
 from gpu_worker.executor import Executor
 from gpu_worker.model_port import ModelRunner
-from gpu_worker.model_runner import load_runner
 from gpu_worker.registration import keep_registered
 from gpu_worker.server import WorkerService, bind_server, serving
 from gpu_worker.server.session import WorkerIdentity
+from gpu_worker.simulated_runner import open_simulated
+from gpu_worker.step_cost import StepCost
 from gpu_worker.telemetry import StepTelemetry
 from observability.health_server import serve_health
 from observability.logs import setup_logging
@@ -49,6 +50,11 @@ def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
 
 
 def load_model(config: WorkerConfig) -> ModelRunner:
+    """The model, or what stands in for it. torch is imported here, and only for a real one."""
+    if config.simulation.simulate:
+        return simulated_model(config)
+    from gpu_worker.model_runner import load_runner
+
     return load_runner(
         model_path(config.model),
         device=config.device,
@@ -63,6 +69,25 @@ def load_model(config: WorkerConfig) -> ModelRunner:
         max_model_len=config.model.max_model_len,
         name=served_name(config.model),
         threads=config.threads,
+    )
+
+
+def simulated_model(config: WorkerConfig) -> ModelRunner:
+    simulation = config.simulation
+    return open_simulated(
+        model_path(config.model),
+        StepCost(
+            fixed_us=simulation.fixed_us,
+            weights_us=simulation.weights_us,
+            context_token_us=simulation.context_token_us,
+            prefill_token_us=simulation.prefill_token_us,
+            decode_token_us=simulation.decode_token_us,
+        ),
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        kv_memory_bytes=config.kv_memory_mb << 20,
+        max_model_len=config.model.max_model_len,
+        name=served_name(config.model),
     )
 
 

@@ -86,6 +86,7 @@ class Executor:
 
     def __init__(self, runner: ModelRunner, telemetry: StepTelemetry, *, epoch: Epoch) -> None:
         self.runner = runner
+        self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
         self._telemetry = telemetry
         self._epoch = epoch
         self._residency = Residency(runner.page_size)
@@ -239,13 +240,13 @@ class Executor:
         batch = build_batch(entries, self.runner.page_size)
         watch.lap()
         sampling = [entry.sequence for entry in entries if entry.samples]
-        if isinstance(self.runner, PipelinedRunner):
-            return _Launched(entries, sampling, watch, self.runner.launch(batch, sampling).result)
+        if self._pipelined is not None:
+            return _Launched(entries, sampling, watch, self._pipelined.launch(batch, sampling).result)
         return _Launched(entries, sampling, watch, partial(self.runner.step, batch, sampling))
 
     def _launch_ahead(self, launched: _Launched) -> _Launched | None:
         """The step after `launched`, begun before that one's tokens are read; a newer plan in the inbox comes first."""
-        if self._inbox or not isinstance(self.runner, PipelinedRunner):
+        if self._inbox or self._pipelined is None:
             return None
         entries = step_ahead(launched.entries, self.runner.card)
         return self._launch(entries, _StepWatch()) if entries else None

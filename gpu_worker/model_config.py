@@ -12,6 +12,7 @@ from pathlib import Path
 from gpu_worker.config_fields import ConfigFields
 from gpu_worker.known_fields import COMMON_FIELDS, HARMLESS_FIELDS
 from gpu_worker.rope_config import RopeConfig, YarnRope, read_rope
+from wire.errors import ConfigInvalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,21 @@ def load_decoder_config(model_dir: Path) -> DecoderConfig:
         layer_windows=_layer_windows(config, family, num_layers),
         eos_token_ids=_eos_token_ids(config, model_dir),
     )
+
+
+def context_limit(config: DecoderConfig, max_model_len: int | None) -> int:
+    """Prompt and output tokens of a sequence at most: max_model_len, None for the model's own limit.
+
+    Raises ConfigInvalid when it is beyond that.
+    """
+    if max_model_len is None:
+        return config.context_limit
+    if max_model_len > config.context_limit:
+        raise ConfigInvalid(
+            f"PHASEMESH_MAX_MODEL_LEN={max_model_len}: the model is meant for at most {config.context_limit} tokens",
+            param="PHASEMESH_MAX_MODEL_LEN",
+        )
+    return max_model_len
 
 
 def _family(config: ConfigFields) -> tuple[str, _Family]:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from gpu_worker.attention import cpu_backend
 from gpu_worker.attention.choose import choose, page_size_for
 from gpu_worker.cuda.open_runner import open_cuda_runner
 from gpu_worker.float8 import FLOAT8
 from gpu_worker.float8_linear import choose_matmul, quantize_linears
 from gpu_worker.kernels.decoder import PackedCausalLM
-from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, load_kernels
+from gpu_worker.kernels.library import Kernels, load_kernels
 from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.kv_format import KVFormat, choose_kv_format
 from gpu_worker.llama import CausalLM
-from gpu_worker.model_config import DecoderConfig, load_decoder_config
+from gpu_worker.model_config import DecoderConfig, context_limit, load_decoder_config
 from gpu_worker.torch_runner import LanguageModel, TorchModelRunner
 from gpu_worker.weight_dtype import WeightDtype, choose_weight_dtype
 from gpu_worker.weights import checkpoint_dtype, load_weights, served_revision
 from wire.errors import ConfigInvalid
 from wire.plan import ModelCard
+
+log = logging.getLogger("gpu_worker.model_runner")
 
 
 def load_runner(
@@ -52,10 +56,9 @@ def load_runner(
     """
     config = load_decoder_config(model_dir)
     torch_device = _device(device)
-    context_limit = _context_limit(config, max_model_len)
-    kernels = load_kernels(kernels_dir) if kernels_dir is not None and torch_device.type == "cpu" else None
-    reads_bfloat16 = kernels is not None and torch.bfloat16 in PANEL_DTYPES
-    weights = choose_weight_dtype(weight_dtype, checkpoint_dtype(model_dir), torch_device, kernels=reads_bfloat16)
+    max_model_len = context_limit(config, max_model_len)
+    kernels = _kernels(kernels_dir, torch_device, attention_backend, config.head_dim)
+    weights = choose_weight_dtype(weight_dtype, checkpoint_dtype(model_dir), torch_device, kernels=kernels is not None)
     dtype = weights.compute
     model = _load_model(config, model_dir, weights, torch_device, kernels, kernels_dir)
     kv_format = choose_kv_format(kv_dtype, dtype, torch_device, config.head_dim)
@@ -75,7 +78,7 @@ def load_runner(
         num_pages=num_pages,
         memory_bytes=kv_memory_bytes,
     )
-    card = _model_card(config, name, served_revision(model_dir, weights.rounding), context_limit, kv_format)
+    card = _model_card(config, name, served_revision(model_dir, weights.rounding), max_model_len, kv_format)
     if torch_device.type == "cuda":
         return open_cuda_runner(
             card, config, model, attention, layout, torch_device, graphs=cuda_graphs, threads=threads
@@ -95,6 +98,18 @@ def _model_card(config: DecoderConfig, name: str, revision: str, max_model_len: 
     )
 
 
+def _kernels(kernels_dir: Path | None, device: torch.device, attention_backend: str, head_dim: int) -> Kernels | None:
+    """The CPU kernels, which do a whole step: with another attention than theirs, torch does it all."""
+    if kernels_dir is None or device.type != "cpu" or attention_backend not in ("auto", cpu_backend.CpuAttention.name):
+        return None
+    kernels = load_kernels(kernels_dir)
+    obstacle = cpu_backend.obstacle(kernels, torch.float32, head_dim)
+    if obstacle is not None and attention_backend == "auto":
+        log.warning("CPU kernels: attention %s; torch's own are used", obstacle)
+        return None
+    return kernels
+
+
 def _load_model(
     config: DecoderConfig,
     model_dir: Path,
@@ -110,7 +125,7 @@ def _load_model(
         load_weights(model, model_dir, replace(weights, stored=weights.compute), device)
         quantize_linears(model, matmul)
         return model
-    if kernels is None or kernels_dir is None or weights.stored not in PANEL_DTYPES:
+    if kernels is None or kernels_dir is None:
         load_weights(model, model_dir, weights, device)
         return model
     return PackedCausalLM(config, load_packed(model, config, model_dir, weights.stored, kernels_dir), kernels)
@@ -131,14 +146,3 @@ def _device(name: str) -> torch.device:
 def _capability(device: torch.device) -> tuple[int, int] | None:
     """A CUDA device's compute capability."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-def _context_limit(config: DecoderConfig, max_model_len: int | None) -> int:
-    if max_model_len is None:
-        return config.context_limit
-    if max_model_len > config.context_limit:
-        raise ConfigInvalid(
-            f"PHASEMESH_MAX_MODEL_LEN={max_model_len}: the model is meant for at most {config.context_limit} tokens",
-            param="PHASEMESH_MAX_MODEL_LEN",
-        )
-    return max_model_len

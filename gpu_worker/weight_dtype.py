@@ -79,10 +79,23 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     of zeros has scale 0; one that is not finite has a scale that is not, and comes back as NaN.
     """
     columns, depth = weight.shape
-    groups = torch.nn.functional.pad(weight.float(), (0, -depth % INT8_GROUP)).view(columns, -1, INT8_GROUP)
-    scales = groups.abs().amax(-1) / INT8_MAX
+    groups, scales = _groups(weight), group_scales(weight)
     steps = (groups / scales.unsqueeze(-1)).round_().nan_to_num_(0.0).clamp_(-INT8_MAX, INT8_MAX)
     return steps.view(columns, -1)[:, :depth].to(torch.int8), scales
+
+
+def group_scales(weight: torch.Tensor) -> torch.Tensor:
+    """weight [columns, depth] → quantize's scales."""
+    low, high = _groups(weight).aminmax(dim=-1)
+    return torch.maximum(high, -low) / INT8_MAX
+
+
+def _groups(weight: torch.Tensor) -> torch.Tensor:
+    """weight [columns, depth] → float32 [columns, ceil(depth / 64), 64], padded with zeros."""
+    columns, depth = weight.shape
+    padding = -depth % INT8_GROUP
+    padded = torch.nn.functional.pad(weight.float(), (0, padding)) if padding else weight.float()
+    return padded.view(columns, -1, INT8_GROUP)
 
 
 def dequantize(steps: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

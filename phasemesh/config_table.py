@@ -19,6 +19,7 @@ TITLES = {
     "CellConfig": "Every service",
     "ModelConfig": "The model",
     "WorkerConfig": "Worker",
+    "SimulationConfig": "Simulated worker",
     "BatchingConfig": "Batching policy",
     "SchedulerConfig": "Scheduler",
     "GatewayConfig": "Gateway",

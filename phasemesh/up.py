@@ -139,9 +139,11 @@ class _Launcher:
         body = json.dumps(
             {"model": model, "messages": [{"role": "user", "content": "Tell me a joke."}], "stream": True}
         )
-        threads = worker_threads(self._config)
+        workers = f"{self._config.workers} worker(s) of {worker_threads(self._config)} thread(s)"
+        if self._config.worker.simulation.simulate:
+            workers = f"{self._config.workers} simulated worker(s): its words mean nothing"
         return f"""
-{model} is served at {url}/v1 by {self._config.workers} worker(s) of {threads} thread(s)
+{model} is served at {url}/v1 by {workers}
 
   try      curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
   or       {sys.argv[0]} chat --url {url} "Tell me a joke."

@@ -53,10 +53,35 @@ class ModelConfig:
     )
 
 
+MAX_SIMULATED_US = 10e6
+"""A part of a step that takes longer simulates nothing one could wait for."""
+
+
+def _simulated_us(name: str, help_text: str) -> Any:
+    return env(f"SIMULATED_{name}_US", 0.0, f"Simulated step: {help_text}, in µs.", minimum=0, maximum=MAX_SIMULATED_US)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """A worker without a model: fixed + max(weights + context, prefill + decode) per step."""
+
+    simulate: bool = env(
+        "SIMULATE",
+        False,
+        "Workers run no model: tokens depend on seed and position alone, steps take what these say (all 0: no time).",
+    )
+    fixed_us: float = _simulated_us("FIXED", "what each takes, plus the larger of memory and compute")
+    weights_us: float = _simulated_us("WEIGHTS", "of memory, reading the weights once")
+    context_token_us: float = _simulated_us("CONTEXT_TOKEN", "of memory, each KV position read")
+    prefill_token_us: float = _simulated_us("PREFILL_TOKEN", "of compute, each token of a prefill chunk")
+    decode_token_us: float = _simulated_us("DECODE_TOKEN", "of compute, each decode")
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     cell: CellConfig = field(default_factory=CellConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    simulation: SimulationConfig = field(default_factory=SimulationConfig)
     worker_id: str | None = env("WORKER_ID", None, "Stable name of a worker; default: host name and port.")
     host: str = env("WORKER_HOST", "127.0.0.1", "Address the worker's gRPC server binds.")
     port: int = env("WORKER_PORT", 0, "Port of the worker's gRPC server; 0 picks a free one.", minimum=0, maximum=65535)
@@ -226,6 +251,7 @@ CONFIGS: tuple[type[Any], ...] = (
     CellConfig,
     ModelConfig,
     WorkerConfig,
+    SimulationConfig,
     BatchingConfig,
     SchedulerConfig,
     GatewayConfig,

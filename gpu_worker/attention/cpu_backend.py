@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_worker.kernels.library import COLUMNS, MAX_HEAD_DIM, SPLIT_TOKENS, Kernels
+from gpu_worker.kernels.library import COLUMNS, MAX_HEAD_DIM, SPLIT_TOKENS, AttentionPlan, Kernels
 from gpu_worker.step_batch import StepBatch
 
 TILE_QUERIES = 16
@@ -28,16 +28,12 @@ def obstacle(kernels: Kernels | None, dtype: torch.dtype, head_dim: int) -> str 
 @dataclass(frozen=True, slots=True)
 class CpuStepAttention:
     kernels: Kernels
-    tiles: torch.Tensor  # int64 [num_tiles, 5], see Kernels.attend
-    items: torch.Tensor  # int64 [num_items, 2], tile and split
-    tables: torch.Tensor  # int64, block tables one after the other
-    num_partials: int
+    plan: AttentionPlan
 
     def attend(
         self, queries: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, *, window: int | None
     ) -> torch.Tensor:
-        pages = key_pages, value_pages
-        return self.kernels.attend(queries, pages, self.tiles, self.items, self.tables, self.num_partials, window)
+        return self.kernels.attend(queries, (key_pages, value_pages), self.plan, window)
 
 
 class CpuAttention:
@@ -65,10 +61,4 @@ class CpuAttention:
                 num_partials += splits * queries
             row += query_len
             tables += table
-        return CpuStepAttention(
-            self._kernels,
-            torch.tensor(tiles, dtype=torch.int64).view(-1, 5),
-            torch.tensor(items, dtype=torch.int64).view(-1, 2),
-            torch.tensor(tables, dtype=torch.int64),
-            num_partials,
-        )
+        return CpuStepAttention(self._kernels, AttentionPlan(tiles, items, tables, num_partials))

@@ -88,7 +88,7 @@ def _draw(values: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[torch.Tensor
         [row.num_output_tokens for row in rows],
     )
     columns = upload(
-        [[p.temperature or 1.0 for p in params], draws.tolist(), [p.min_p for p in params]],
+        [[p.temperature or 1.0 for p in params], draws, [p.min_p for p in params]],
         torch.float64,
         values.device,
     )

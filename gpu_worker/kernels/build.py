@@ -23,7 +23,17 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts its library."""
 COMPILE_TIMEOUT_S = 120.0
 # -ffp-contract: a multiply and an add become one fma wherever there is one, in tiles of every shape alike.
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-tree-slp-vectorize",
+    "-Wall",
+    "-Wextra",
+)
 _X86_SETS = {"avx512": ("-mavx512f", "-mavx2", "-mfma"), "avx2": ("-mavx2", "-mfma"), "baseline": ()}
 
 

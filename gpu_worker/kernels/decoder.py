@@ -1,42 +1,32 @@
 """The Llama family's forward pass over the CPU kernels: gpu_worker/llama.py's CausalLM with packed weights.
 
-A layer is eight calls. The residual stream is added to in place by the two matrices that end in it.
+A step is one call (src/decoder.h); here its arguments are put together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from gpu_worker.attention.cpu_backend import CpuStepAttention
 from gpu_worker.attention.port import StepAttention
-from gpu_worker.kernels.library import COLUMNS, Kernels, PackedLinear
+from gpu_worker.kernels import structs
+from gpu_worker.kernels.library import Kernels, linear_scratch
 from gpu_worker.kernels.packed import Packed, packed_linear
+from gpu_worker.kernels.structs import address, made
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.model_config import DecoderConfig
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    window: int | None
-    attention_norm: torch.Tensor  # [hidden]
-    qkv: PackedLinear
-    qk_norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim] each
-    output: PackedLinear
-    mlp_norm: torch.Tensor  # [hidden]
-    gate: PackedLinear
-    up: PackedLinear
-    down: PackedLinear
 
 
 class PackedCausalLM:
     def __init__(self, config: DecoderConfig, packed: Packed, kernels: Kernels) -> None:
         self._config = config
         self._kernels = kernels
-        self._layers = [_layer(config, packed, index) for index in range(config.num_layers)]
-        self._norm = packed["norm"]
-        self._head = packed_linear(packed, "head", config.vocab_size)
-        self._embedding = packed.get("embedding")
+        self._packed = packed
+        self._model: Any = None
+        self._kv_cache: KVCache | None = None
+        self._workspace = _Workspace(config, rows=0)
 
     def __call__(
         self,
@@ -48,49 +38,90 @@ class PackedCausalLM:
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """token_ids, slots: [num_tokens] → float32 logits [len(logit_rows), vocab_size] of those rows."""
-        k, config, eps = self._kernels, self._config, self._config.rms_norm_eps
-        x = self._embed(token_ids)
-        normed = torch.empty_like(x)
-        qkv = x.new_empty(len(x), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        qkv_rows, queries = qkv.flatten(1), qkv[:, : config.num_heads]
-        hidden = x.new_empty(len(x), config.intermediate_size)
-        for index, layer in enumerate(self._layers):
-            pages = kv_cache.pages(index)
-            k.rms_norm(x, layer.attention_norm, eps, normed)
-            k.linear(normed, layer.qkv, qkv_rows)
-            k.rope_and_write(qkv, layer.qk_norms, eps, cos_sin, slots, pages)
-            attended = attention.attend(queries, *pages, window=layer.window)
-            k.linear(attended.flatten(1), layer.output, x, add=True)
-            k.rms_norm(x, layer.mlp_norm, eps, normed)
-            k.swiglu(normed, layer.gate, layer.up, hidden)
-            k.linear(hidden, layer.down, x, add=True)
-        x = x[logit_rows]
-        normed = torch.empty_like(x)
-        k.rms_norm(x, self._norm, eps, normed)
-        logits = x.new_empty(len(x), config.vocab_size)
-        k.linear(normed, self._head, logits)
+        assert isinstance(attention, CpuStepAttention), "the kernels attend by themselves"
+        if kv_cache is not self._kv_cache:
+            self._model, self._kv_cache = _model(self._config, self._packed, kv_cache), kv_cache
+        if not self._workspace.serves(len(token_ids)):
+            self._workspace = _Workspace(self._config, rows=len(token_ids))
+        logits = torch.empty(len(logit_rows), self._config.vocab_size)
+        step = made(
+            structs.Step,
+            rows=len(token_ids),
+            token_ids=token_ids.data_ptr(),
+            slots=slots.data_ptr(),
+            cos=cos_sin[0].data_ptr(),
+            sin=cos_sin[1].data_ptr(),
+            attention=attention.plan.struct(self._config.num_heads, self._config.head_dim),
+            logit_rows=logit_rows.data_ptr(),
+            num_logit_rows=len(logit_rows),
+            logits=logits.data_ptr(),
+            workspace=self._workspace.struct,
+        )
+        self._kernels.decode(self._model, step)
         return logits
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden]; of a tied head, a token's row is one column of a panel."""
-        if self._embedding is not None:
-            return self._embedding[token_ids]
-        return self._head.panels[token_ids // COLUMNS, :, token_ids % COLUMNS].contiguous()
+
+class _Workspace:
+    """Activations of a step of up to `rows` rows: kept, since new memory costs more than it holds."""
+
+    def __init__(self, config: DecoderConfig, rows: int) -> None:
+        self._rows = rows
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._tensors = {
+            "x": torch.empty(rows, config.hidden_size),
+            "normed": torch.empty(rows, config.hidden_size),
+            "qkv": torch.empty(rows, (heads + 2 * kv_heads) * head_dim),
+            "attended": torch.empty(rows, heads * head_dim),
+            "inner": torch.empty(rows, config.intermediate_size),
+            "scratch": linear_scratch(rows),
+        }
+        self._threads = len(self._tensors["scratch"])
+        pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self.struct = made(structs.Workspace, **pointers)
+
+    def serves(self, rows: int) -> bool:
+        return rows <= self._rows and torch.get_num_threads() <= self._threads
 
 
-def _layer(config: DecoderConfig, packed: Packed, index: int) -> _Layer:
-    def linear(name: str, columns: int) -> PackedLinear:
-        return packed_linear(packed, f"{index}.{name}", columns)
+def _model(config: DecoderConfig, packed: Packed, kv_cache: KVCache) -> Any:
+    """Lives as long as `packed` and `kv_cache`, whose addresses it holds."""
+    embedding = packed.get("embedding")
+    return made(
+        structs.Model,
+        layers=(structs.Layer * config.num_layers)(
+            *(_layer(config, packed, kv_cache, index) for index in range(config.num_layers))
+        ),
+        num_layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=kv_cache.layout.page_size,
+        eps=config.rms_norm_eps,
+        norm=packed["norm"].data_ptr(),
+        head=packed_linear(packed, "head", config.vocab_size).struct(),
+        embedding=address(embedding),
+        embedding_stored=0 if embedding is None else structs.STORED[embedding.dtype],
+    )
 
-    q_norm, k_norm = packed.get(f"{index}.q_norm"), packed.get(f"{index}.k_norm")
-    return _Layer(
-        window=config.layer_windows[index],
-        attention_norm=packed[f"{index}.attention_norm"],
+
+def _layer(config: DecoderConfig, packed: Packed, kv_cache: KVCache, index: int) -> Any:
+    def linear(name: str, columns: int) -> Any:
+        return packed_linear(packed, f"{index}.{name}", columns).struct()
+
+    keys, values = kv_cache.pages(index)
+    return made(
+        structs.Layer,
+        attention_norm=packed[f"{index}.attention_norm"].data_ptr(),
+        mlp_norm=packed[f"{index}.mlp_norm"].data_ptr(),
+        q_norm=address(packed.get(f"{index}.q_norm")),
+        k_norm=address(packed.get(f"{index}.k_norm")),
         qkv=linear("qkv", (config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
-        qk_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
         output=linear("output", config.hidden_size),
-        mlp_norm=packed[f"{index}.mlp_norm"],
         gate=linear("gate", config.intermediate_size),
         up=linear("up", config.intermediate_size),
         down=linear("down", config.hidden_size),
+        window=config.layer_windows[index] or 0,
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,27 +15,33 @@ from typing import Any
 
 import torch
 
+from gpu_worker.kernels import structs
 from gpu_worker.kernels.build import KernelsUnavailable, instruction_sets, library_path
-from gpu_worker.weight_dtype import quantize
+from gpu_worker.kernels.structs import address
+from gpu_worker.weight_dtype import group_scales, quantize
 
 log = logging.getLogger("gpu_worker.kernels")
 
 COLUMNS = 16
 """Output columns of a panel of packed weights."""
-PANEL_DTYPES = (torch.float32,)
-"""Of the panels that the compiled kernels read; weights of other types run on torch."""
+PANEL_DTYPES = tuple(structs.STORED)
+"""Of the panels that the compiled kernels read."""
 SPLIT_TOKENS = 512
 """Positions of one work item of attention: SPLIT in src/attention.h."""
 MAX_HEAD_DIM = 256
 _PARTIAL_PADDING = 16
+"""COLUMNS of partial_size in src/attention.h."""
+_BLOCK_DEPTH = 256
+"""BLOCK_DEPTH in src/linear.h."""
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
-    "linear": [_P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I],
-    "swiglu": [_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
+_SIGNATURES: dict[str, list[Any]] = {
+    "decode": [ctypes.POINTER(structs.Model), ctypes.POINTER(structs.Step), _I],
+    "linear": [_P, _I, _I, ctypes.POINTER(structs.Linear), _P, _I, _I, _P, _I],
+    "swiglu": [_P, _I, _I, ctypes.POINTER(structs.Linear), ctypes.POINTER(structs.Linear), _P, _I, _P, _I],
     "rms_norm": [_P, _P, _P, _I, _I, _F, _I],
     "rope_and_write": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
-    "attend": [_P, _I, _P, _P, _P, _P, _I, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _I],
+    "attend": [_P, _I, _P, _P, _P, ctypes.POINTER(structs.AttentionPlan), _I, _I, _I, _I, _I, _I],
 }
 
 
@@ -56,6 +63,18 @@ class PackedLinear:
     def depth(self) -> int:
         return self.panels.shape[1]
 
+    def struct(self) -> Any:
+        """For the C side, valid while this lives."""
+        return structs.made(
+            structs.Linear,
+            panels=self.panels.data_ptr(),
+            scales=address(self.scales),
+            bias=address(self.bias),
+            depth=self.depth,
+            columns=self.columns,
+            stored=structs.STORED[self.panels.dtype],
+        )
+
 
 def pack(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """weight [columns, depth] → panels [ceil(columns / 16), depth, 16] of float32, bfloat16 or int8."""
@@ -64,7 +83,7 @@ def pack(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 def pack_scales(weight: torch.Tensor) -> torch.Tensor:
     """weight [columns, depth] → the scales float32 [ceil(columns / 16), ceil(depth / 64), 16] of its int8 panels."""
-    return _panels(quantize(weight)[1])
+    return _panels(group_scales(weight))
 
 
 def _panels(matrix: torch.Tensor) -> torch.Tensor:
@@ -73,6 +92,45 @@ def _panels(matrix: torch.Tensor) -> torch.Tensor:
     padding = -columns % COLUMNS
     padded = torch.nn.functional.pad(matrix, (0, 0, 0, padding)) if padding else matrix
     return padded.view(-1, COLUMNS, length).transpose(1, 2).contiguous()
+
+
+class AttentionPlan:
+    """How the queries of one step attend. tiles, items and tables as of AttentionPlan in src/attention.h.
+
+    tiles: first row, queries, first position, where in `tables` its sequence's begins, and where in the scratch;
+    items: tile and split. num_partials: rows of scratch, of each head.
+    """
+
+    def __init__(
+        self,
+        tiles: Sequence[tuple[int, int, int, int, int]],
+        items: Sequence[tuple[int, int]],
+        tables: Sequence[int],
+        num_partials: int,
+    ) -> None:
+        self._tiles = torch.tensor(tiles, dtype=torch.int64)
+        self._items = torch.tensor(items, dtype=torch.int64)
+        self._tables = torch.tensor(tables, dtype=torch.int64)
+        self._num_partials = num_partials
+        self._partials: torch.Tensor | None = None
+
+    def struct(self, heads: int, head_dim: int) -> Any:
+        """For the C side, with scratch for heads of this size; valid until the next call, and while this lives."""
+        self._partials = torch.empty(self._num_partials * heads, head_dim + _PARTIAL_PADDING)
+        return structs.made(
+            structs.AttentionPlan,
+            tiles=self._tiles.data_ptr(),
+            num_tiles=len(self._tiles),
+            items=self._items.data_ptr(),
+            num_items=len(self._items),
+            tables=self._tables.data_ptr(),
+            partials=self._partials.data_ptr(),
+        )
+
+
+def linear_scratch(rows: int) -> torch.Tensor:
+    """For linear layers of so many rows, on each thread: scratch_size in src/linear.h."""
+    return torch.empty(torch.get_num_threads(), (_BLOCK_DEPTH + rows) * COLUMNS)
 
 
 class Kernels:
@@ -88,37 +146,41 @@ class Kernels:
         self.instruction_set = instruction_set or runnable[0]
         if self.instruction_set not in runnable:
             raise KernelsUnavailable(f"this CPU does not run {self.instruction_set}")
-        functions: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
         for name, argument_types in _SIGNATURES.items():
-            functions[name] = library[f"{name}_{self.instruction_set}"]
-            functions[name].argtypes, functions[name].restype = argument_types, None
-        self._linear, self._swiglu = functions["linear"], functions["swiglu"]
-        self._rms_norm, self._rope_and_write = functions["rms_norm"], functions["rope_and_write"]
-        self._attend = functions["attend"]
+            function = library[f"{name}_{self.instruction_set}"]
+            function.argtypes, function.restype = argument_types, None
+            self._functions[name] = function
+
+    def decode(self, model: Any, step: Any) -> None:
+        """A whole step: structs.Model and structs.Step, whose tensors the caller keeps; see kernels/decoder.py."""
+        self._functions["decode"](model, step, torch.get_num_threads())
 
     def linear(self, x: torch.Tensor, layer: PackedLinear, out: torch.Tensor, *, add: bool = False) -> None:
         """x [rows, depth] → out [rows, columns] = layer(x), or with `add` out += layer(x). Rows may be strided."""
         rows, depth = x.shape
         assert depth == layer.depth and out.shape == (rows, layer.columns) and x.stride(1) == out.stride(1) == 1
-        self._linear(
-            x.data_ptr(), x.stride(0), layer.panels.data_ptr(), _pointer(layer.bias), out.data_ptr(), out.stride(0),
-            rows, depth, layer.columns, add, torch.get_num_threads(),
+        scratch = linear_scratch(rows)
+        self._functions["linear"](
+            x.data_ptr(), x.stride(0), rows, layer.struct(), out.data_ptr(), out.stride(0), add,
+            scratch.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
     def swiglu(self, x: torch.Tensor, gate: PackedLinear, up: PackedLinear, out: torch.Tensor) -> None:
         """x [rows, depth] → out [rows, columns] = silu(gate(x)) * up(x), https://arxiv.org/abs/2002.05202."""
         rows, depth = x.shape
         assert depth == gate.depth == up.depth and out.shape == (rows, gate.columns) and gate.columns == up.columns
-        self._swiglu(
-            x.data_ptr(), x.stride(0), gate.panels.data_ptr(), _pointer(gate.bias), up.panels.data_ptr(),
-            _pointer(up.bias), out.data_ptr(), out.stride(0), rows, depth, gate.columns, torch.get_num_threads(),
+        scratch = linear_scratch(rows)
+        self._functions["swiglu"](
+            x.data_ptr(), x.stride(0), rows, gate.struct(), up.struct(), out.data_ptr(), out.stride(0),
+            scratch.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """x, out: contiguous [rows, size]; weight [size]."""
         rows, size = x.shape
         assert x.is_contiguous() and out.is_contiguous() and out.shape == x.shape and weight.shape == (size,)
-        self._rms_norm(
+        self._functions["rms_norm"](
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps, torch.get_num_threads()
         )  # fmt: skip
 
@@ -141,8 +203,8 @@ class Kernels:
         kv_heads = pages[0].shape[2]
         assert qkv.is_contiguous() and pages[0].is_contiguous() and cos_sin[0].is_contiguous()
         q_norm, k_norm = norms or (None, None)
-        self._rope_and_write(
-            qkv.data_ptr(), _pointer(q_norm), _pointer(k_norm), eps, cos_sin[0].data_ptr(), cos_sin[1].data_ptr(),
+        self._functions["rope_and_write"](
+            qkv.data_ptr(), address(q_norm), address(k_norm), eps, cos_sin[0].data_ptr(), cos_sin[1].data_ptr(),
             slots.data_ptr(), pages[0].data_ptr(), pages[1].data_ptr(), rows, all_heads - 2 * kv_heads, kv_heads,
             head_dim, torch.get_num_threads(),
         )  # fmt: skip
@@ -151,34 +213,23 @@ class Kernels:
         self,
         queries: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
-        tiles: torch.Tensor,
-        items: torch.Tensor,
-        tables: torch.Tensor,
-        num_partials: int,
+        plan: AttentionPlan,
         window: int | None,
     ) -> torch.Tensor:
         """Causal attention, [num_tokens, heads, head_dim] like `queries`, whose rows may be strided.
 
-        pages: K and V, [num_pages, page_size, kv_heads, head_dim]. tiles: int64 [n, 5], first row, queries, first
-        position, where in `tables` its sequence's begins, and where in the scratch; items: int64 [m, 2], tile and
-        split. num_partials: rows of scratch, of each head.
+        pages: K and V, [num_pages, page_size, kv_heads, head_dim].
         """
         num_tokens, heads, head_dim = queries.shape
         _, page_size, kv_heads, _ = pages[0].shape
         assert head_dim % COLUMNS == 0 and head_dim <= MAX_HEAD_DIM and page_size % COLUMNS == 0
         assert queries.stride()[1:] == (head_dim, 1) and pages[0].is_contiguous() and pages[1].is_contiguous()
-        partials = torch.empty(num_partials * heads, head_dim + _PARTIAL_PADDING)
         out = torch.empty(num_tokens, heads, head_dim)
-        self._attend(
+        self._functions["attend"](
             queries.data_ptr(), queries.stride(0), pages[0].data_ptr(), pages[1].data_ptr(), out.data_ptr(),
-            tiles.data_ptr(), len(tiles), items.data_ptr(), len(items), tables.data_ptr(), partials.data_ptr(),
-            page_size, heads, kv_heads, head_dim, window or 0, head_dim**-0.5, torch.get_num_threads(),
+            plan.struct(heads, head_dim), page_size, heads, kv_heads, head_dim, window or 0, torch.get_num_threads(),
         )  # fmt: skip
         return out
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 @lru_cache(maxsize=8)

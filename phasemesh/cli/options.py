@@ -40,9 +40,10 @@ def add_command(
 
 
 def add_option(parser: argparse.ArgumentParser, flag: str, config: type[Any], field: str, metavar: str) -> None:
-    """Make a config field an option."""
+    """Make a config field an option. One that is on or off may be given without a value, for on."""
     spec = next(f for f in env_fields(config) if f.name == field)
     choices = spec.metadata["choices"]
+    is_switch = isinstance(spec.default, bool)
     default = "" if spec.default is None else f", default {spec.default}"
     help_text = f"{spec.metadata['help']} [{spec.metadata['env']}{default}]"
     parser.set_defaults(flags={**(parser.get_default("flags") or {}), spec.metadata["env"]: flag})
@@ -50,6 +51,8 @@ def add_option(parser: argparse.ArgumentParser, flag: str, config: type[Any], fi
         flag,
         dest=spec.metadata["env"],
         metavar="|".join(choices) if choices else metavar,
+        nargs="?" if is_switch else None,
+        const="on" if is_switch else None,
         help=help_text.replace("%", "%%"),
     )
 

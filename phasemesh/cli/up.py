@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from phasemesh.cli.options import Subparsers, add_command, add_option
 from phasemesh.state import StateDir, wait_for_exit
-from wire.config import CellConfig, GatewayConfig, LauncherConfig, ModelConfig, WorkerConfig, load
+from wire.config import CellConfig, GatewayConfig, LauncherConfig, ModelConfig, SimulationConfig, WorkerConfig, load
 
 DOWN_TIMEOUT_S = 60.0
 
@@ -24,6 +24,7 @@ examples:
   phasemesh up --model ~/models/Qwen3-0.6B          a Hugging Face directory of the Llama family
   phasemesh up --workers 2 --port 9000              two workers, which share the cores
   phasemesh up --state-dir /tmp/two --port 8001     a second stack beside the first
+  phasemesh up --simulate                           no model is run: the mesh itself, with made-up tokens
   PHASEMESH_KV_PAGES=512 phasemesh up               anything else: the variables in README.md
 """
 
@@ -44,6 +45,7 @@ def add(subparsers: Subparsers) -> None:
     add_option(parser, "--redis-url", CellConfig, "redis_url", "U")
     add_option(parser, "--state-dir", LauncherConfig, "state_dir", "D")
     add_option(parser, "--weight-dtype", WorkerConfig, "weight_dtype", "TYPE")
+    add_option(parser, "--simulate", SimulationConfig, "simulate", "on|off")
     down = add_command(subparsers, "down", run_down, "Stop the running stack.", DOWN)
     add_option(down, "--state-dir", LauncherConfig, "state_dir", "D")
 

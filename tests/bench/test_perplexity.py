@@ -6,7 +6,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,15 @@ def runners_of(directory: Path, window: int) -> dict[str, TorchModelRunner]:
     config = load(WorkerConfig, os.environ)
     config = replace(config, model=replace(config.model, model=str(directory)))
     return {name: perplexity.open_runner(config, name, window) for name in WEIGHT_DTYPES}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two that spin at every barrier take ten times as long as one, as soon as something else wants a core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_perplexity_is_transformers_of_every_window(checkpoint: Callable[[str], Path]) -> None:  # noqa: F811
@@ -76,7 +85,7 @@ def test_the_command_prints_every_type_and_names_what_it_cannot_read(
         monkeypatch.setattr(sys, "argv", ["perplexity", "--model", model, "--text", str(text), "--threads", "1"])
         perplexity.main()
 
-    text, threads = tmp_path / "text.txt", torch.get_num_threads()
+    text = tmp_path / "text.txt"
     with pytest.raises(SystemExit):
         run(text)
     assert "text.txt: no such file" in capsys.readouterr().err
@@ -85,9 +94,6 @@ def test_the_command_prints_every_type_and_names_what_it_cannot_read(
         run(text)
     assert "1 tokens" in capsys.readouterr().err
     text.write_text("pack my box with the lazy dog")
-    try:
-        run(text)
-    finally:
-        torch.set_num_threads(threads)
+    run(text)
     rows = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows == ["| weights", "| float32", "| bfloat16", "| int8"]

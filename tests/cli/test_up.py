@@ -207,6 +207,19 @@ def test_a_redis_that_is_named_is_used_and_left_running(redis_url: str, smollm2_
     assert redis_server.ping(redis_url) is None
 
 
+def test_a_simulated_stack_answers_without_torch(smollm2_dir: Path, tmp_path: Path) -> None:
+    running = Up(tmp_path / "state", smollm2_dir, "--simulate")
+    try:
+        said = running.until_said("Ctrl-C stops it.")
+        assert "1 simulated worker(s)" in said
+        assert said.split("> What is the capital of France?\n")[1].splitlines()[0]
+        assert "torch" not in Path(f"/proc/{running.pid_of('worker-1')}/maps").read_text()
+        assert running.run("chat", "--max-tokens", "24", "Hello").returncode == 0
+    finally:
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(TIMEOUT_S) == 0
+
+
 def test_no_service_outlives_a_killed_launcher(smollm2_dir: Path, tmp_path: Path) -> None:
     running = Up(tmp_path / "state", smollm2_dir, "--workers", "2")
     try:

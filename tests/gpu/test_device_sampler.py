@@ -10,7 +10,6 @@ import torch
 
 from gpu_worker.cuda import device_sampler
 from gpu_worker.cuda.device_sampler import DeviceSamples, SampleRow, sample_on_device
-from gpu_worker.randomness import uniform, uniforms
 from gpu_worker.sampler import sample
 from gpu_worker.sequences import LiveSequence
 from tests.worker.fake_runner import CARD, EOS
@@ -115,12 +114,3 @@ def test_a_row_whose_every_token_is_held_back_is_unusable() -> None:
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, EOS] = 1.0
     assert drawn(logits, [live([1], sampling=greedy(min_tokens=5))]).sound.tolist() == [False]
-
-
-def test_uniforms_are_the_row_wise_numbers_bit_for_bit() -> None:
-    rng = random.Random(0)
-    seeds = [0, 2**64 - 1, *(rng.getrandbits(64) for _ in range(200))]
-    choices = [rng.randrange(128) for _ in seeds]
-    positions = [rng.randrange(2**20) for _ in seeds]
-    expected = [uniform(*row) for row in zip(seeds, choices, positions, strict=True)]
-    assert uniforms(seeds, choices, positions).tolist() == expected

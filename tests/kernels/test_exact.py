@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_worker.kernels.library import PANEL_DTYPES
 from gpu_worker.torch_runner import TorchModelRunner
 from tests.model.paged import PagedSequences, open_runner
 
 LENGTHS = (1, 17, 40, 130, 290)
 
 
-@pytest.fixture(scope="module")
-def runner(smollm2_dir: Path) -> TorchModelRunner:
-    opened = open_runner(smollm2_dir, num_pages=128)
+@pytest.fixture(scope="module", params=PANEL_DTYPES, ids=str)
+def runner(request: pytest.FixtureRequest, smollm2_dir: Path) -> TorchModelRunner:
+    """With every type of weights that the kernels read."""
+    weight_dtype = str(request.param).removeprefix("torch.")
+    opened = open_runner(smollm2_dir, num_pages=128, weight_dtype=weight_dtype)
     assert opened.attention_backend == "cpu", "the CPU kernels are off or not built"
     return opened
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.kernels import packed
-from gpu_worker.kernels.library import PackedLinear, pack, pack_scales
+from gpu_worker.kernels.library import PANEL_DTYPES, PackedLinear, pack, pack_scales
 from gpu_worker.kernels.packed import load_packed, packed_linear
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import load_decoder_config
 from gpu_worker.weight_dtype import rounded
 from gpu_worker.weights import EMBEDDING, HEAD, SINGLE_FILE
 from tests.kernels.test_build import start
-from tests.model.checkpoints import FAMILIES
+from tests.model.checkpoints import FAMILIES, make_checkpoint
 from tests.model.conftest import checkpoint  # noqa: F401  # a fixture
 from tests.model.paged import PagedSequences, open_runner
 
@@ -35,8 +35,8 @@ def cache(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def logits(directory: Path, cache_dir: Path | None) -> torch.Tensor:
-    runner = open_runner(directory, kernels_dir=cache_dir)
+def logits(directory: Path, cache_dir: Path | None, weight_dtype: str = "auto") -> torch.Tensor:
+    runner = open_runner(directory, kernels_dir=cache_dir, weight_dtype=weight_dtype)
     return PagedSequences(runner, [PROMPT], random.Random(0)).step({0: len(PROMPT)})[0][1]
 
 
@@ -44,21 +44,34 @@ def files(cache_dir: Path) -> list[Path]:
     return sorted((cache_dir / "packed").glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("stored", PANEL_DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mapped_file_serves_like_memory(
+def test_a_mapped_file_serves_like_memory_and_like_torch(
     family: str,
+    stored: torch.dtype,
     checkpoint: Callable[[str], Path],  # noqa: F811
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = logits(checkpoint(family), cache)
+    weight_dtype = str(stored).removeprefix("torch.")
+    first = logits(checkpoint(family), cache, weight_dtype)
     [file] = files(cache)
+    assert file.stem.endswith(weight_dtype)
     written_ns = file.stat().st_mtime_ns
-    assert torch.equal(logits(checkpoint(family), cache), first)
+    assert torch.equal(logits(checkpoint(family), cache, weight_dtype), first)
     assert [f.stat().st_mtime_ns for f in files(cache)] == [written_ns]
     monkeypatch.undo()
-    assert torch.equal(logits(checkpoint(family), cache), first)
-    torch.testing.assert_close(first, logits(checkpoint(family), None), rtol=1e-4, atol=2e-4)
+    assert torch.equal(logits(checkpoint(family), cache, weight_dtype), first)
+    torch.testing.assert_close(first, logits(checkpoint(family), None, weight_dtype), rtol=1e-4, atol=2e-4)
+
+
+def test_auto_packs_what_holds_the_checkpoint(cache: Path, tmp_path: Path) -> None:
+    """bfloat16 stays bfloat16 where the kernels read it; the values are the same in float32."""
+    directory = make_checkpoint(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
+    actual = logits(directory, cache)
+    [file] = files(cache)
+    assert file.stem.endswith("bfloat16")
+    torch.testing.assert_close(actual, logits(directory, cache, "float32"), rtol=1e-4, atol=2e-4)
 
 
 def test_a_changed_checkpoint_replaces_its_file(

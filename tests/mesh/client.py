@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ class Completion:
 
 async def events(
     session: aiohttp.ClientSession, url: str, prompt: list[int] | str, **params: Any
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """Each SSE event's JSON, in order; the stream must end in [DONE]."""
     body = {"model": "m", "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}} | params
     async with session.post(f"{url}/v1/completions", json=body) as answer:
@@ -51,7 +51,7 @@ async def complete(
             result.error = event["error"]
             break
         if event.get("usage"):
-            result.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+            result.cached_tokens = (event["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         for choice in event["choices"]:
             result.text += choice["text"]
             result.token_ids += choice.get("token_ids") or []

@@ -145,7 +145,7 @@ def test_arguments_mean_what_the_model_means(
     documented_flash_attn: list[str],
 ) -> None:
     rng = random.Random(family)
-    runner = open_runner(checkpoint(family), page_size=256, num_pages=12)
+    runner = open_runner(checkpoint(family), page_size=256, num_pages=12, kernels_dir=None)
     runner._attention = FlashAttention()
     prompts = [*token_lists(rng), [rng.randrange(320) for _ in range(300)]]
     for choose_counts in (random_mix(rng), one_token_each):

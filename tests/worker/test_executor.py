@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gpu_worker.executor import MAX_QUEUED_PLANS, Executor, PlanChannel, Snapshot
+from gpu_worker.model_port import ModelRunner
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.telemetry import StepTelemetry
 from kvstore.prefix_hash import chain
@@ -78,7 +79,7 @@ class Gate:
 
 
 @asynccontextmanager
-async def running(runner: FakeRunner, metrics: WorkerMetrics | None = None) -> AsyncIterator[tuple[Executor, Client]]:
+async def running(runner: ModelRunner, metrics: WorkerMetrics | None = None) -> AsyncIterator[tuple[Executor, Client]]:
     telemetry = StepTelemetry(metrics or WorkerMetrics(), NullTracer())
     async with Executor(runner, telemetry, epoch=EPOCH) as executor:
         client = Client(executor)

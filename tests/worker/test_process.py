@@ -118,6 +118,10 @@ async def test_a_worker_serves_the_real_model_and_stops_cleanly(smollm2_dir: Pat
         ({"WORKER_POTR": "1"}, "unknown variable PHASEMESH_WORKER_POTR"),
         ({"MODEL": "/nowhere"}, "PHASEMESH_MODEL"),
         ({"REDIS_URL": "http://nowhere"}, "PHASEMESH_REDIS_URL"),
+        ({"SIMULATE": "maybe"}, "PHASEMESH_SIMULATE"),
+        ({"SIMULATED_FIXED_US": "-1"}, "PHASEMESH_SIMULATED_FIXED_US"),
+        ({"SIMULATED_DECODE_TOKEN_US": "nan"}, "PHASEMESH_SIMULATED_DECODE_TOKEN_US"),
+        ({"SIMULATED_WEIGHTS_US": "inf"}, "PHASEMESH_SIMULATED_WEIGHTS_US"),
     ],
 )
 async def test_a_worker_that_cannot_start_says_why_in_a_line(variables: dict[str, str], message: str) -> None:

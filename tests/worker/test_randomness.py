@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import pytest
 from scipy import stats
 
-from gpu_worker.randomness import philox4x32, uniform
+from gpu_worker.randomness import philox4x32, uniform, uniforms
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,13 @@ def test_uniform_is_uniform_over_each_of_its_arguments() -> None:
 def test_no_two_neighbours_share_a_draw() -> None:
     draws = {uniform(*arguments) for arguments in product(range(20), range(20), range(20))}
     assert len(draws) == 8000
+
+
+@pytest.mark.parametrize("count", [0, 1, 24, 25, 300])
+def test_many_draws_are_those_of_one_by_one(count: int) -> None:
+    rng = random.Random(count)
+    seeds = [rng.choice((0, 2**64 - 1, rng.getrandbits(64))) for _ in range(count)]
+    choices = [rng.randrange(128) for _ in range(count)]
+    positions = [rng.randrange(2**31) for _ in range(count)]
+    one_by_one = [uniform(*arguments) for arguments in zip(seeds, choices, positions, strict=True)]
+    assert uniforms(seeds, choices, positions) == one_by_one

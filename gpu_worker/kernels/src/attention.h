@@ -8,13 +8,14 @@
 // merged in order: the same additions whoever shares its tile, its step or its threads (design §6).
 #pragma once
 
+#include "norm_rope.h"
+#include "team.h"
 #include "tile.h"
 
 constexpr int64_t BLOCK = 128;      // positions whose scores are held at once
 constexpr int64_t SPLIT = 512;      // positions of one work item; gpu_worker/attention/cpu_backend.py has it too
 constexpr int64_t ITEM_ROWS = 64;   // query rows (a query times a head) that share a block's K and V
 constexpr int64_t MAX_HEAD_DIM = 256;
-constexpr int64_t ATTEND_SERIAL_BELOW = 1 << 17;  // multiply-adds of Q and K: less is done before another thread wakes up
 constexpr float NOTHING = -__builtin_inff();  // maximum of a row that has seen no key
 
 // A run of up to a few queries of one sequence, consecutive positions. Mirrors the rows of the `tiles` argument.
@@ -22,8 +23,8 @@ struct QueryTile {
   int64_t first_row, num_queries, first_position, table_at, partial_at;
 };
 
-struct Shape {
-  int64_t page_size, heads, kv_heads, head_dim, window;  // window 0: all
+struct Shape : HeadShape {
+  int64_t page_size, window;  // window 0: all
   int64_t group() const { return heads / kv_heads; }
   int64_t token_stride() const { return kv_heads * head_dim; }
   int64_t partial_size() const { return head_dim + COLUMNS; }  // output, maximum, sum of weights, padding
@@ -108,11 +109,12 @@ static void attend_split(const float* q, int64_t q_stride, const float* keys, co
       return (page * shape.page_size + position % shape.page_size) * shape.token_stride() + kv_head * dim;
     };
     for (int64_t at = 0; at < count; at += COLUMNS) {
+      const Floats key_columns[1] = {{columns}};
       transpose(keys + slot(at), shape.token_stride(), count - at, dim, columns);
       for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
         Tile<decltype(tile_rows)::count> product;
         product.clear();
-        product.multiply(queries + row * dim, dim, columns, COLUMNS, dim);
+        product.multiply(queries + row * dim, dim, key_columns, dim);
         product.write(scores + row * BLOCK + at, BLOCK);
       });
     }
@@ -133,7 +135,8 @@ static void attend_split(const float* q, int64_t q_stride, const float* keys, co
         for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
           Tile<decltype(tile_rows)::count> product;
           product.read(partials + row * size + d, size);
-          product.multiply(scores + row * BLOCK + at, BLOCK, run_values + d, shape.token_stride(), run);
+          const Floats columns_of_values[1] = {{run_values + d, shape.token_stride()}};
+          product.multiply(scores + row * BLOCK + at, BLOCK, columns_of_values, run);
           product.write(partials + row * size + d, size);
         });
       }
@@ -160,45 +163,48 @@ static inline void merge(const float* partial, int64_t stride, int64_t first, in
   for (int64_t d = 0; d < dim; ++d) out[d] /= total;
 }
 
-// q: [rows, heads, head_dim], rows q_stride apart; out: the same, contiguous. keys, values: [pages, page_size, kv_heads,
-// head_dim]. tiles: [num_tiles] QueryTile; items: [num_items][2], tile and split, every pair up to the tile's last
-// position. tables: page ids, a sequence's from its tiles' table_at on. partials: scratch of [head_dim + 16] for
-// every query, head and split, a tile's from its partial_at on.
-extern "C" void KERNEL(attend)(const float* q, int64_t q_stride, const float* keys, const float* values, float* out,
-                               const QueryTile* tiles, int64_t num_tiles, const int64_t* items, int64_t num_items,
-                               const int64_t* tables, float* partials, int64_t page_size, int64_t heads,
-                               int64_t kv_heads, int64_t head_dim, int64_t window, float scale, int64_t threads) {
-  const Shape shape{page_size, heads, kv_heads, head_dim, window};
-  const int64_t size = shape.partial_size(), group = shape.group();
-  int64_t work = 0;
-  for (int64_t i = 0; i < num_tiles; ++i)
-    work += tiles[i].num_queries * (tiles[i].first_position + tiles[i].num_queries) * heads * head_dim;
-#pragma omp parallel num_threads(work < ATTEND_SERIAL_BELOW ? 1 : threads)
-  {
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_items * kv_heads; ++i) {
-      const int64_t* item = items + i / kv_heads * 2;
-      const QueryTile& tile = tiles[item[0]];
+// How a step's tokens attend. tiles: [num_tiles]; items: [num_items][2], tile and split, every pair up to the tile's last
+// position. tables: page ids, a sequence's from its tiles' table_at on. partials: scratch of [head_dim + 16] for every
+// query, head and split, a tile's from its partial_at on. Mirrored by gpu_worker/kernels/library.py.
+struct AttentionPlan {
+  const QueryTile* tiles;
+  int64_t num_tiles;
+  const int64_t* items;
+  int64_t num_items;
+  const int64_t* tables;
+  float* partials;
+};
+
+// By a whole team. q: [rows, heads, head_dim], rows q_stride apart; out: the same, contiguous. keys, values: [pages,
+// page_size, kv_heads, head_dim].
+static inline void attend(Team& team, const float* q, int64_t q_stride, const float* keys, const float* values,
+                          float* out, const AttentionPlan& plan, const Shape& shape, float scale) {
+  const int64_t size = shape.partial_size(), group = shape.group(), kv_heads = shape.kv_heads, heads = shape.heads;
+  team.share(plan.num_items * kv_heads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t* item = plan.items + i / kv_heads * 2;
+      const QueryTile& tile = plan.tiles[item[0]];
       const int64_t kv_head = i % kv_heads, split = item[1], rows = tile.num_queries * group;
       if ((split + 1) * SPLIT <= shape.first_seen(tile.first_position)) continue;  // behind every row's window
       // a tile's partials: [splits][kv_heads][rows][size]
-      float* to = partials + (tile.partial_at * heads + (split * kv_heads + kv_head) * rows) * size;
+      float* to = plan.partials + (tile.partial_at * heads + (split * kv_heads + kv_head) * rows) * size;
       for (int64_t begin = 0; begin < rows; begin += ITEM_ROWS) {
         const int64_t end = rows - begin < ITEM_ROWS ? rows : begin + ITEM_ROWS;
-        attend_split(q, q_stride, keys, values, to + begin * size, tile, tables + tile.table_at, shape, kv_head, split,
-                     begin, end, scale);
+        attend_split(q, q_stride, keys, values, to + begin * size, tile, plan.tables + tile.table_at, shape, kv_head,
+                     split, begin, end, scale);
       }
     }
-#pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < num_tiles * heads; ++i) {
-      const QueryTile& tile = tiles[i / heads];
+  });
+  team.share(plan.num_tiles * heads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const QueryTile& tile = plan.tiles[i / heads];
       const int64_t head = i % heads, kv_head = head / group, rows = tile.num_queries * group;
       for (int64_t query = 0; query < tile.num_queries; ++query) {
         const int64_t position = tile.first_position + query, row = query * group + head % group;
-        merge(partials + (tile.partial_at * heads + kv_head * rows + row) * size, kv_heads * rows * size,
-              shape.first_seen(position) / SPLIT, position / SPLIT, head_dim,
-              out + ((tile.first_row + query) * heads + head) * head_dim);
+        merge(plan.partials + (tile.partial_at * heads + kv_head * rows + row) * size, kv_heads * rows * size,
+              shape.first_seen(position) / SPLIT, position / SPLIT, shape.head_dim,
+              out + ((tile.first_row + query) * heads + head) * shape.head_dim);
       }
     }
-  }
+  });
 }

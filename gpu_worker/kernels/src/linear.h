@@ -1,12 +1,85 @@
 // Linear layers over weights packed [columns / 16][depth][16], columns padded with zeros: a panel of 16 outputs is one
 // stream through memory. Threads share out the panels.
+//
+// Weights are stored as float32, bfloat16 or int8 with a scale for every 64 of depth; the arithmetic is float32, with
+// the same bits whether a weight is widened on its way into a tile or beforehand.
 #pragma once
 
+#include "team.h"
 #include "tile.h"
 
+enum class Stored : int64_t { FLOAT32, BFLOAT16, INT8 };
 enum Epilogue { STORE, ADD, SILU_TIMES };
 
-constexpr int64_t SERIAL_BELOW = 1 << 15;  // multiply-adds: less is done before another thread wakes up
+constexpr int64_t SCALE_DEPTH = 64;
+
+// Mirrored by gpu_worker/kernels/library.py. scales: [columns / 16][depth / 64][16] of int8, else null; bias may be null.
+struct Linear {
+  const void* panels;
+  const float* scales;
+  const float* bias;
+  int64_t depth, columns;
+  Stored stored;
+
+  int64_t num_panels() const { return (columns + COLUMNS - 1) / COLUMNS; }
+};
+
+template <Stored S>
+struct Of {
+  static constexpr Stored value = S;
+};
+
+static inline float widen(uint16_t bfloat16) {
+  const uint32_t bits = uint32_t{bfloat16} << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Weights come from memory, once: asked for early, since a tile of many rows looks less far ahead than memory is away.
+// Past a panel's end begins the next one.
+template <typename T>
+static inline void fetch_ahead(const T* values, int64_t step) {
+  constexpr int64_t LINES_AHEAD = 64, ROWS_IN_LINE = 4 / sizeof(T);
+  if (step % ROWS_IN_LINE == 0) __builtin_prefetch(values + (step + LINES_AHEAD * ROWS_IN_LINE) * COLUMNS, 0, 2);
+}
+
+template <typename T>
+struct Weights {
+  const T* values;
+  Weights run(int64_t i) const { return {values + i * COLUMNS}; }
+  void ahead(int64_t step) const { fetch_ahead(values, step); }
+  vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES); }
+};
+
+struct ScaledRun {
+  const int8_t* values;
+  vec scales[VECS];
+  void ahead(int64_t step) const { fetch_ahead(values, step); }
+  vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES) * scales[v]; }
+};
+
+struct ScaledWeights {
+  const int8_t* values;
+  const float* scales;  // [depth / 64][16]
+  ScaledRun run(int64_t i) const {
+    static_assert(RUN == SCALE_DEPTH);
+    ScaledRun run{values + i * COLUMNS, {}};
+    for (int v = 0; v < VECS; ++v) run.scales[v] = load(scales + i / SCALE_DEPTH * COLUMNS + v * LANES);
+    return run;
+  }
+};
+
+template <Stored S>
+static inline auto source(const Linear& w, int64_t panel) {
+  const int64_t at = panel * w.depth * COLUMNS;
+  if constexpr (S == Stored::FLOAT32) return Weights<float>{static_cast<const float*>(w.panels) + at};
+  if constexpr (S == Stored::BFLOAT16) return Weights<uint16_t>{static_cast<const uint16_t*>(w.panels) + at};
+  if constexpr (S == Stored::INT8) {
+    const int64_t groups = (w.depth + SCALE_DEPTH - 1) / SCALE_DEPTH;
+    return ScaledWeights{static_cast<const int8_t*>(w.panels) + at, w.scales + panel * groups * COLUMNS};
+  }
+}
 
 // what out[row][column] becomes: y, out + y, or silu(out) * y
 template <Epilogue E>
@@ -16,70 +89,147 @@ static inline vec finish(vec out, vec y) {
   return out / (1.0f + exp(-out)) * y;
 }
 
-// One panel for all rows. `width` columns of it are real.
-template <Epilogue E>
-static void panel(const float* x, int64_t x_stride, const float* weights, const float* bias, float* out,
-                  int64_t out_stride, int64_t rows, int64_t depth, int64_t width) {
+// `from` (a bias, or 0) is added to each row's sums, the rest is the epilogue's. `width` columns of the panel are real.
+template <Epilogue E, int R>
+static inline void finish_panel(const vec (&sums)[R][VECS], const float* bias, float* out, int64_t out_stride,
+                                int64_t width) {
   float padded_bias[COLUMNS] = {};
   if (bias) memcpy(padded_bias, bias, width * sizeof(float));
-  for_tiles(rows, [&](auto tile_rows, int64_t first) __attribute__((always_inline)) {
-    constexpr int R = decltype(tile_rows)::count;
-    Tile<R> tile;
-    tile.clear();
-    tile.multiply(x + first * x_stride, x_stride, weights, COLUMNS, depth);
-    for (int r = 0; r < R; ++r) {
-      float* to = out + (first + r) * out_stride;
-      float edge[COLUMNS] = {};
-      float* target = to;
-      if (width < COLUMNS) {
-        memcpy(edge, to, width * sizeof(float));
-        target = edge;
-      }
-      for (int v = 0; v < VECS; ++v) {
-        const vec y = tile.sums[r][v] + load(padded_bias + v * LANES);
-        store(target + v * LANES, finish<E>(load(target + v * LANES), y));
-      }
-      if (width < COLUMNS) memcpy(to, edge, width * sizeof(float));
+  for (int r = 0; r < R; ++r) {
+    float* to = out + r * out_stride;
+    float edge[COLUMNS] = {};
+    float* target = to;
+    if (width < COLUMNS) {
+      memcpy(edge, to, width * sizeof(float));
+      target = edge;
     }
-  });
-}
-
-template <typename Body>
-static inline void for_panels(int64_t columns, int64_t work, int threads, Body body) {
-  const int64_t panels = (columns + COLUMNS - 1) / COLUMNS;
-  const int64_t chunk = panels / (threads * 8) + 1;  // small enough that a thread held up by others is helped out
-#pragma omp parallel for num_threads(work < SERIAL_BELOW ? 1 : threads) schedule(dynamic, chunk)
-  for (int64_t p = 0; p < panels; ++p) {
-    const int64_t left = columns - p * COLUMNS;
-    body(p, left < COLUMNS ? left : int64_t{COLUMNS});
+    for (int v = 0; v < VECS; ++v) {
+      const vec y = sums[r][v] + load(padded_bias + v * LANES);
+      store(target + v * LANES, finish<E>(load(target + v * LANES), y));
+    }
+    if (width < COLUMNS) memcpy(to, edge, width * sizeof(float));
   }
 }
 
-// x [rows, depth] → out [rows, columns] = x Wᵀ + bias, or with `add` out += that. bias may be null.
-extern "C" void KERNEL(linear)(const float* x, int64_t x_stride, const float* weights, const float* bias, float* out,
-                               int64_t out_stride, int64_t rows, int64_t depth, int64_t columns, int64_t add,
-                               int64_t threads) {
-  for_panels(columns, rows * depth * columns, threads, [&](int64_t p, int64_t width) {
-    const float* panel_weights = weights + p * depth * COLUMNS;
-    const float* panel_bias = bias ? bias + p * COLUMNS : nullptr;
-    float* to = out + p * COLUMNS;
-    if (add)
-      panel<ADD>(x, x_stride, panel_weights, panel_bias, to, out_stride, rows, depth, width);
-    else
-      panel<STORE>(x, x_stride, panel_weights, panel_bias, to, out_stride, rows, depth, width);
+// P panels from `panel` on for R rows.
+template <Epilogue E, int R, int P, typename Source>
+static inline void multiply_panels(const float* x, int64_t x_stride, const Linear& w, const Source (&sources)[P],
+                                   int64_t panel, float* out, int64_t out_stride) {
+  Tile<R, P> tile;
+  tile.clear();
+  tile.multiply(x, x_stride, sources, w.depth);
+  for (int p = 0; p < P; ++p) {
+    const int64_t column = (panel + p) * COLUMNS, left = w.columns - column;
+    finish_panel<E, R>(tile.sums[p], w.bias ? w.bias + column : nullptr, out + column, out_stride,
+                       left < COLUMNS ? left : int64_t{COLUMNS});
+  }
+}
+
+// Panels that a tile of few rows takes at once: one chain of additions does not keep a core busy.
+constexpr int panels_at_once(int rows) {
+  constexpr int sums = LANES == 16 ? 16 : 4;
+  return rows * 4 <= sums ? 4 : rows * 2 <= sums ? 2 : 1;
+}
+
+// A thread's scratch for many rows: a block of a panel in float32, and the sums of the blocks before it.
+constexpr int64_t BLOCK_DEPTH = 256;  // 16 KB of a panel, which stay in the first cache while rows go by
+constexpr int64_t scratch_size(int64_t rows) { return (BLOCK_DEPTH + rows) * COLUMNS; }
+
+// More rows than a tile: a panel goes by in blocks, each met by all rows before the next.
+template <Epilogue E, Stored S>
+static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t panel, float* out,
+                          int64_t out_stride, float* scratch) {
+  float* sums = scratch + BLOCK_DEPTH * COLUMNS;
+  const int64_t column = panel * COLUMNS, left = w.columns - column, width = left < COLUMNS ? left : int64_t{COLUMNS};
+  const float* bias = w.bias ? w.bias + column : nullptr;
+  for (int64_t start = 0; start < w.depth; start += BLOCK_DEPTH) {
+    const int64_t depth = w.depth - start < BLOCK_DEPTH ? w.depth - start : BLOCK_DEPTH;
+    const auto stored = source<S>(w, panel);
+    if constexpr (S != Stored::FLOAT32)
+      for (int64_t i = 0; i < depth; i += RUN) {
+        const auto run = stored.run(start + i);
+        for (int64_t step = 0; step < RUN && i + step < depth; ++step) {
+          run.ahead(step);
+          for (int v = 0; v < VECS; ++v) store(scratch + (i + step) * COLUMNS + v * LANES, run.at(step, v));
+        }
+      }
+    for_tiles(rows, [&](auto tile_rows, int64_t first) __attribute__((always_inline)) {
+      constexpr int R = decltype(tile_rows)::count;
+      Tile<R> tile;
+      if (start == 0)
+        tile.clear();
+      else
+        tile.read(sums + first * COLUMNS, COLUMNS);
+      if constexpr (S == Stored::FLOAT32)
+        tile.multiply(x + first * x_stride + start, x_stride, {stored.run(start)}, depth);
+      else
+        tile.multiply(x + first * x_stride + start, x_stride, {Floats{scratch}}, depth);
+      if (start + depth == w.depth)
+        finish_panel<E, R>(tile.sums[0], bias, out + first * out_stride + column, out_stride, width);
+      else
+        tile.write(sums + first * COLUMNS, COLUMNS);
+    });
+  }
+}
+
+// At most a tile of rows: as many panels at a time as keep a core busy.
+template <Epilogue E, Stored S>
+static void multiply_few(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t begin, int64_t end,
+                         float* out, int64_t out_stride) {
+  for_tiles(rows, [&](auto tile_rows, int64_t) __attribute__((always_inline)) {
+    constexpr int R = decltype(tile_rows)::count;
+    constexpr int P = panels_at_once(R);
+    int64_t panel = begin;
+    const auto next = [&](auto count) __attribute__((always_inline)) {
+      constexpr int N = decltype(count)::count;
+      decltype(source<S>(w, 0)) sources[N];
+      for (int p = 0; p < N; ++p) sources[p] = source<S>(w, panel + p);
+      multiply_panels<E, R, N>(x, x_stride, w, sources, panel, out, out_stride);
+      panel += N;
+    };
+    while (end - panel >= P) next(Rows<P>{});
+    if constexpr (P > 1)
+      while (panel < end) next(Rows<1>{});
   });
 }
 
-// x [rows, depth] → out [rows, columns] = silu(x Gᵀ + gate_bias) * (x Uᵀ + up_bias): SwiGLU's first half.
-extern "C" void KERNEL(swiglu)(const float* x, int64_t x_stride, const float* gate, const float* gate_bias,
-                               const float* up, const float* up_bias, float* out, int64_t out_stride, int64_t rows,
-                               int64_t depth, int64_t columns, int64_t threads) {
-  for_panels(columns, 2 * rows * depth * columns, threads, [&](int64_t p, int64_t width) {
-    const int64_t at = p * depth * COLUMNS;
-    float* to = out + p * COLUMNS;
-    panel<STORE>(x, x_stride, gate + at, gate_bias ? gate_bias + p * COLUMNS : nullptr, to, out_stride, rows, depth,
-                 width);
-    panel<SILU_TIMES>(x, x_stride, up + at, up_bias ? up_bias + p * COLUMNS : nullptr, to, out_stride, rows, depth,
-                      width);
+// Panels [begin, end) for all rows.
+template <Epilogue E, Stored S>
+static inline void multiply(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t begin, int64_t end,
+                            float* out, int64_t out_stride, float* scratch) {
+  if (rows <= TILE_ROWS) return multiply_few<E, S>(x, x_stride, rows, w, begin, end, out, out_stride);
+  for (int64_t panel = begin; panel < end; ++panel)
+    multiply_many<E, S>(x, x_stride, rows, w, panel, out, out_stride, scratch);
+}
+
+template <Epilogue E>
+static inline void multiply(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t begin, int64_t end,
+                            float* out, int64_t out_stride, float* scratch) {
+  switch (w.stored) {
+    case Stored::FLOAT32:
+      return multiply<E, Stored::FLOAT32>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
+    case Stored::BFLOAT16:
+      return multiply<E, Stored::BFLOAT16>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
+    case Stored::INT8:
+      return multiply<E, Stored::INT8>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
+  }
+}
+
+// By a whole team: x [rows, depth] → out [rows, columns] = w(x), or with ADD out += that. scratch: the thread's
+// own, scratch_size(rows).
+template <Epilogue E>
+static inline void linear(Team& team, const float* x, int64_t x_stride, int64_t rows, const Linear& w, float* out,
+                          int64_t out_stride, float* scratch) {
+  team.share(w.num_panels(), [&](int64_t begin, int64_t end) {
+    multiply<E>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
+  });
+}
+
+// By a whole team: out [rows, columns] = silu(gate(x)) * up(x), SwiGLU's first half.
+static inline void swiglu(Team& team, const float* x, int64_t x_stride, int64_t rows, const Linear& gate,
+                          const Linear& up, float* out, int64_t out_stride, float* scratch) {
+  team.share(gate.num_panels(), [&](int64_t begin, int64_t end) {
+    multiply<STORE>(x, x_stride, rows, gate, begin, end, out, out_stride, scratch);
+    multiply<SILU_TIMES>(x, x_stride, rows, up, begin, end, out, out_stride, scratch);
   });
 }

@@ -1,7 +1,7 @@
-// The one inner product of all kernels: C[R rows][16 columns] += A[R][depth] · B[depth][16].
+// The one inner product of all kernels: C[R rows][P × 16 columns] += A[R][depth] · B[depth][P × 16].
 //
 // Batch invariance (design §6): an element of C is a chain of multiply-adds over depth, in order, by itself. How many
-// rows share a tile, and how depth is cut into calls, changes no bit of it.
+// rows and panels share a tile, and how depth is cut into calls, changes no bit of it.
 #pragma once
 
 #include "vec.h"
@@ -11,34 +11,58 @@ constexpr int VECS = COLUMNS / LANES;
 // Rows of a full tile. Accumulators must fit the registers beside a row of B: 32 with AVX-512, else 16.
 constexpr int TILE_ROWS = LANES == 16 ? 12 : 4;
 
-template <int R>
+constexpr int64_t RUN = 64;  // rows of B that are looked at together
+
+// 16 columns of B. run(i): up to RUN of its rows from row i on, i a multiple of RUN; of a run, at(step, v) is vector v of
+// the row `step` further, and ahead(step) says that this row is about to be read.
+struct Floats {
+  const float* values;
+  int64_t stride = COLUMNS;
+  Floats run(int64_t i) const { return {values + i * stride, stride}; }
+  void ahead(int64_t) const {}
+  vec at(int64_t step, int v) const { return load(values + step * stride + v * LANES); }
+};
+
+template <int R, int P = 1>
 struct Tile {
-  vec sums[R][VECS];
+  vec sums[P][R][VECS];
 
   void clear() {
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < VECS; ++v) sums[r][v] = vec{};
+    for (int p = 0; p < P; ++p)
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < VECS; ++v) sums[p][r][v] = vec{};
   }
 
   void read(const float* c, int64_t c_stride) {
+    static_assert(P == 1);
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < VECS; ++v) sums[r][v] = load(c + r * c_stride + v * LANES);
+      for (int v = 0; v < VECS; ++v) sums[0][r][v] = load(c + r * c_stride + v * LANES);
   }
 
   void write(float* c, int64_t c_stride) const {
+    static_assert(P == 1);
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < VECS; ++v) store(c + r * c_stride + v * LANES, sums[r][v]);
+      for (int v = 0; v < VECS; ++v) store(c + r * c_stride + v * LANES, sums[0][r][v]);
   }
 
-  void multiply(const float* __restrict a, int64_t a_stride, const float* __restrict b, int64_t b_stride,
-                int64_t depth) {
-    for (int64_t i = 0; i < depth; ++i) {
-      vec row[VECS];
-      for (int v = 0; v < VECS; ++v) row[v] = load(b + i * b_stride + v * LANES);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
+  template <typename Source>
+  void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P], int64_t depth) {
+    for (int64_t start = 0; start < depth; start += RUN) {
+      decltype(b[0].run(0)) runs[P];
+      for (int p = 0; p < P; ++p) runs[p] = b[p].run(start);
+      const int64_t steps = depth - start < RUN ? depth - start : RUN;
+      for (int64_t step = 0; step < steps; ++step, ++a) {
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) sums[r][v] += a[r * a_stride + i] * row[v];
+        for (int p = 0; p < P; ++p) {
+          runs[p].ahead(step);
+          vec row[VECS];
+          for (int v = 0; v < VECS; ++v) row[v] = runs[p].at(step, v);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; ++v) sums[p][r][v] += a[r * a_stride] * row[v];
+        }
+      }
     }
   }
 };

@@ -1,0 +1,99 @@
+// A whole step of the Llama family: token ids in, logits out, one team from end to end.
+//
+//   embed ▸ [ norm ▸ qkv ▸ rope, KV write ▸ attend ▸ output ▸ norm ▸ swiglu ▸ down ] × layers ▸ norm ▸ head
+//
+// The two matrices that end in the residual stream x add to it in place.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+
+// The structs mirror those of gpu_worker/kernels/library.py, field by field.
+struct Layer {
+  const float *attention_norm, *mlp_norm;  // [hidden]
+  const float *q_norm, *k_norm;            // [head_dim], or null
+  Linear qkv, output, gate, up, down;
+  int64_t window;          // 0: all
+  float *keys, *values;    // [pages, page_size, kv_heads, head_dim]
+};
+
+struct Model {
+  const Layer* layers;
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, page_size;
+  double eps;
+  const float* norm;  // [hidden]
+  Linear head;
+  const void* embedding;  // [vocab, hidden]; null: the head's columns
+  Stored embedding_stored;
+};
+
+// Scratch of a step. x, normed: [rows, hidden]; qkv: [rows, (heads + 2 * kv_heads) * head_dim]; attended: [rows, heads
+// * head_dim]; inner: [rows, intermediate]; scratch: of linear layers, [threads][scratch_size(rows)].
+struct Workspace {
+  float *x, *normed, *qkv, *attended, *inner, *scratch;
+};
+
+struct Step {
+  int64_t rows;
+  const int64_t *token_ids, *slots;  // [rows]
+  const float *cos, *sin;            // [rows, head_dim / 2]
+  AttentionPlan attention;
+  const int64_t* logit_rows;
+  int64_t num_logit_rows;
+  float* logits;  // [num_logit_rows, vocab]
+  Workspace workspace;
+};
+
+// A token's row; of a tied head, one column of a panel.
+static inline void embed(const Model& model, int64_t token, float* to) {
+  const int64_t panel = token / COLUMNS, column = token % COLUMNS;
+  const auto gather = [&](auto stored) {
+    const auto columns = source<decltype(stored)::value>(model.head, panel);
+    for (int64_t i = 0; i < model.hidden; ++i) to[i] = columns.run(i / RUN * RUN).at(i % RUN, column / LANES)[column % LANES];
+  };
+  if (const auto* floats = static_cast<const float*>(model.embedding)) {
+    if (model.embedding_stored == Stored::FLOAT32)
+      memcpy(to, floats + token * model.hidden, model.hidden * sizeof(float));
+    else
+      for (int64_t i = 0; i < model.hidden; ++i)
+        to[i] = widen(static_cast<const uint16_t*>(model.embedding)[token * model.hidden + i]);
+    return;
+  }
+  switch (model.head.stored) {
+    case Stored::FLOAT32: return gather(Of<Stored::FLOAT32>{});
+    case Stored::BFLOAT16: return gather(Of<Stored::BFLOAT16>{});
+    case Stored::INT8: return gather(Of<Stored::INT8>{});
+  }
+}
+
+static inline void decode_layer(Team& team, const Model& model, const Layer& layer, const Step& step, float* scratch) {
+  const Workspace& to = step.workspace;
+  const Shape shape{{model.heads, model.kv_heads, model.head_dim}, model.page_size, layer.window};
+  const int64_t rows = step.rows, hidden = model.hidden, row_size = shape.row_size();
+  const float eps = model.eps;
+  rms_norm(team, to.x, layer.attention_norm, to.normed, rows, hidden, eps);
+  linear<STORE>(team, to.normed, hidden, rows, layer.qkv, to.qkv, row_size, scratch);
+  rope_and_write(team, to.qkv, layer.q_norm, layer.k_norm, eps, step.cos, step.sin, step.slots, layer.keys,
+                 layer.values, rows, shape);
+  attend(team, to.qkv, row_size, layer.keys, layer.values, to.attended, step.attention, shape,
+         1.0f / __builtin_sqrtf(model.head_dim));
+  linear<ADD>(team, to.attended, layer.output.depth, rows, layer.output, to.x, hidden, scratch);
+  rms_norm(team, to.x, layer.mlp_norm, to.normed, rows, hidden, eps);
+  swiglu(team, to.normed, hidden, rows, layer.gate, layer.up, to.inner, layer.gate.columns, scratch);
+  linear<ADD>(team, to.inner, layer.down.depth, rows, layer.down, to.x, hidden, scratch);
+}
+
+static inline void decode(Team& team, int64_t thread, const Model& model, const Step& step) {
+  const Workspace& to = step.workspace;
+  const int64_t hidden = model.hidden, rows = step.num_logit_rows;
+  float* scratch = to.scratch + thread * scratch_size(step.rows);
+  team.share(step.rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) embed(model, step.token_ids[row], to.x + row * hidden);
+  });
+  for (int64_t i = 0; i < model.num_layers; ++i) decode_layer(team, model, model.layers[i], step, scratch);
+  team.share(rows, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      normalize(to.x + step.logit_rows[i] * hidden, model.norm, to.normed + i * hidden, hidden, model.eps);
+  });
+  linear<STORE>(team, to.normed, hidden, rows, model.head, step.logits, model.head.columns, scratch);
+}

@@ -1,0 +1,78 @@
+// The threads of one parallel region, which go through many short phases together: a whole step of a model is one
+// region, so threads are woken once a step, not once an operation.
+//
+// A thread that waits for the others spins for some tens of microseconds, which is longer than they are apart while
+// each has a core, then sleeps, so that a thread that lost its core gets one back (two pools that spin without end
+// stand in each other's way).
+#pragma once
+
+#include "vec.h"
+
+constexpr int SPINS = 1500;
+
+static inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Team {
+ public:
+  explicit Team(int64_t threads) : threads_(threads) {}
+
+  int64_t threads() const { return threads_; }
+
+  // Body(begin, end) over [0, total), each piece by whichever thread is free: large pieces first, so that memory is
+  // read in long runs, then small ones, so that all end together. Every thread of the team calls it; returns when
+  // all is done.
+  template <typename Body>
+  void share(int64_t total, Body body) {
+    for (;;) {
+      int64_t begin = __atomic_load_n(&next_, __ATOMIC_RELAXED), end;
+      do {
+        if (begin >= total) return wait();
+        const int64_t piece = (total - begin) / (2 * threads_);
+        end = begin + (piece > 1 ? piece : 1);
+      } while (!__atomic_compare_exchange_n(&next_, &begin, end, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+      body(begin, end);
+    }
+  }
+
+  // Until every thread is here. What each wrote before is seen by all after.
+  void wait() {
+    const uint32_t phase = __atomic_load_n(&phase_, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) == threads_) {
+      arrived_ = 0;
+      next_ = 0;
+      __atomic_store_n(&phase_, phase + 1, __ATOMIC_SEQ_CST);
+      if (__atomic_load_n(&sleepers_, __ATOMIC_SEQ_CST)) futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
+      return;
+    }
+    for (int spin = 0; spin < SPINS; ++spin) {
+      if (__atomic_load_n(&phase_, __ATOMIC_ACQUIRE) != phase) return;
+      relax();
+    }
+    __atomic_add_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&phase_, __ATOMIC_SEQ_CST) == phase) futex(FUTEX_WAIT_PRIVATE, phase);
+    __atomic_sub_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
+  }
+
+ private:
+  void futex(int operation, uint32_t value) { syscall(SYS_futex, &phase_, operation, value, nullptr, nullptr, 0); }
+
+  alignas(64) int64_t next_ = 0;  // first item nobody has taken
+  alignas(64) int64_t arrived_ = 0;
+  uint32_t phase_ = 0;
+  uint32_t sleepers_ = 0;
+  const int64_t threads_;
+};
+
+// Runs body(team, thread) on `threads` threads, the caller's included.
+template <typename Body>
+static inline void with_team(int64_t threads, Body body) {
+  Team team(threads);
+#pragma omp parallel num_threads(threads)
+  body(team, omp_get_thread_num());
+}
