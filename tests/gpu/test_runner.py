@@ -164,7 +164,7 @@ async def run_plans(runner: CudaModelRunner) -> list[StepReport]:
         ),
         plan(2, chunks=[chunk(3, 0, 9, tokens=range(9), pages=grant([8, 9], 32))], max_steps=12),
     ]
-    async with running(runner) as (_, client):  # type: ignore[arg-type]
+    async with running(runner) as (_, client):
         return [report for one in plans for report in await client.run(one)]
 
 
