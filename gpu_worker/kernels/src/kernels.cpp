@@ -3,6 +3,7 @@
 // would take one set's copy of an inline function for all.
 #include <linux/futex.h>
 #include <omp.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

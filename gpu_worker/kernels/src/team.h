@@ -2,13 +2,15 @@
 // region, so threads are woken once a step, not once an operation.
 //
 // A thread that waits for the others spins for some tens of microseconds, which is longer than they are apart while
-// each has a core, then sleeps, so that a thread that lost its core gets one back (two pools that spin without end
-// stand in each other's way).
+// each has a core. Then it gives its core to whoever wants it, again and again: another process, or the very thread it
+// waits for, if that lost its own. Only then it sleeps. Threads that slept at once would take turns on one core beside
+// an idle one, since the system moves only threads that want to run.
 #pragma once
 
 #include "vec.h"
 
 constexpr int SPINS = 1500;
+constexpr int YIELDS = 4000;
 
 static inline void relax() {
 #if defined(__x86_64__)
@@ -53,6 +55,10 @@ class Team {
     for (int spin = 0; spin < SPINS; ++spin) {
       if (__atomic_load_n(&phase_, __ATOMIC_ACQUIRE) != phase) return;
       relax();
+    }
+    for (int yield = 0; yield < YIELDS; ++yield) {
+      if (__atomic_load_n(&phase_, __ATOMIC_ACQUIRE) != phase) return;
+      sched_yield();
     }
     __atomic_add_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&phase_, __ATOMIC_SEQ_CST) == phase) futex(FUTEX_WAIT_PRIVATE, phase);
