@@ -9,8 +9,8 @@
 
 #include "vec.h"
 
-constexpr int SPINS = 1500;
-constexpr int YIELDS = 4000;
+constexpr int SPINS = 200;
+constexpr int YIELDS = 20000;
 
 static inline void relax() {
 #if defined(__x86_64__)
