@@ -103,6 +103,12 @@ class BatchingConfig:
         "Tokens one step may process: a step of that many bounds ITL and cancels; GPUs want 2048 or more.",
         minimum=2,
     )
+    itl_target_ms: float | None = env(
+        "ITL_TARGET_MS",
+        None,
+        "The step budget follows this inter-token latency; unset: every step may use the whole budget.",
+        minimum=1,
+    )
     min_chunk_tokens: int = env("MIN_CHUNK_TOKENS", 16, "Smallest prefill chunk worth a place in a step.", minimum=1)
     max_lease_steps: int = env("MAX_LEASE_STEPS", 16, "Steps a worker may repeat one plan.", minimum=1)
     max_queued_plans: int = env(
