@@ -48,6 +48,8 @@ class _Running:
     incarnation: int
     num_computed: int
     left: int
+    """Tokens it still samples."""
+    granted_slots: int
 
 
 class EchoWorker:
@@ -65,10 +67,9 @@ class EchoWorker:
         if not self.plans:
             return None
         plan = self.plans[0]
-        progress = self._first_step(plan) if self._step == 0 else [self._decode(s) for s in self._members]
-        self._members = [s for s in self._members if s in self._running]
+        progress = self._first_step(plan) if self._step == 0 else self._decode_all()
         step, self._step = self._step, self._step + 1
-        done = self._step >= plan.max_steps or len(self.plans) > 1 or not self._members
+        done = self._step >= plan.max_steps or len(self.plans) > 1 or not any(map(self._can_decode, self._members))
         if done:
             self.plans.popleft()
             self._step = 0
@@ -80,12 +81,16 @@ class EchoWorker:
     def _first_step(self, plan: StepPlan) -> list[Progress]:
         for release in plan.releases:
             self._running.pop(release.seq_id, None)
-        self._members = [d.seq_id for d in plan.decodes if d.seq_id in self._running]
-        progress = [self._decode(seq_id) for seq_id in self._members]
+        for decode in plan.decodes:
+            if decode.grant is not None and decode.seq_id in self._running:
+                self._running[decode.seq_id].granted_slots = decode.grant.granted_slots
+        self._members = [decode.seq_id for decode in plan.decodes]
+        progress = self._decode_all()
         for chunk in plan.prefill_chunks:
             if chunk.start is not None:
-                left = chunk.start.sampling.max_tokens
-                self._running[chunk.seq_id] = _Running(chunk.incarnation, chunk.start_pos, left)
+                assert chunk.grant is not None
+                left, granted = chunk.start.sampling.max_tokens, chunk.grant.granted_slots
+                self._running[chunk.seq_id] = _Running(chunk.incarnation, chunk.start_pos, left, granted)
             running = self._running[chunk.seq_id]
             running.num_computed += chunk.num_tokens
             if chunk.children:
@@ -95,10 +100,18 @@ class EchoWorker:
                 progress.append(Progress(chunk.seq_id, running.incarnation, running.num_computed, []))
         return progress
 
-    def _decode(self, seq_id: SeqId) -> Progress:
-        running = self._running[seq_id]
-        running.num_computed += 1
-        return self._sample(seq_id, running)
+    def _can_decode(self, seq_id: SeqId) -> bool:
+        running = self._running.get(seq_id)
+        return running is not None and running.num_computed < running.granted_slots
+
+    def _decode_all(self) -> list[Progress]:
+        progress = []
+        for seq_id in self._members:
+            running = self._running.get(seq_id)
+            if running is not None and running.num_computed < running.granted_slots:
+                running.num_computed += 1
+                progress.append(self._sample(seq_id, running))
+        return progress
 
     def _sample(self, seq_id: SeqId, running: _Running) -> Progress:
         running.left -= 1

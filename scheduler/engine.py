@@ -35,11 +35,11 @@ from scheduler.policy.tie_breaker import TieBreaker
 from scheduler.request_book import RequestBook
 from scheduler.sequence import MAX_FAULTS, LiveRequest, SeqState, Sequence
 from scheduler.stats import EngineStats, PrefillRate, WorkerStats
-from scheduler.worker_view import WorkerView
+from scheduler.worker_view import NEVER, WorkerView
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TerminalReply, TokensReply
 from wire.errors import ContextLengthExceeded, KVCapacityExceeded, MeshError, StepFailed, WorkerLost
-from wire.ids import Fence, SeqId, WorkerId
+from wire.ids import UNIT_TOKENS, Fence, SeqId, WorkerId
 from wire.plan import ModelCard, PageCopy, Progress, Release, StepReport
 from wire.sampling import FinishReason
 
@@ -103,7 +103,6 @@ class Engine:
         workers = [
             WorkerStats(w.worker_id, len(w.running), w.pool.num_pages, w.pool.counts()) for w in self._workers.values()
         ]
-        waiting_tokens = sum(len(seq.tokens) for seq in self._queue)
         longest = max((w.capacity_slots for w in self._workers.values()), default=0)
         return EngineStats(
             waiting=len(self._queue),
@@ -113,7 +112,7 @@ class Engine:
             workers=workers,
             model=self._model,
             max_request_tokens=longest + 1 if longest else 0,
-            predicted_drain_s=self._rate.drain_s(waiting_tokens, len(workers)),
+            predicted_drain_s=self._rate.drain_s(self._queue.waiting_tokens, len(workers)),
         )
 
     # -- requests come and go --------------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ class Engine:
         if known is not None:
             self._lose_worker(known, WorkerLost(f"worker {known.worker_id} started again"))
         self._model = event.info.model
-        self._workers[event.info.worker_id] = WorkerView(event.info, event.residents)
+        self._workers[event.info.worker_id] = WorkerView(event.info, event.residents, self._config)
         self._no_worker_since_s = None
 
     def _lose_worker(self, worker: WorkerView, error: MeshError) -> None:
@@ -268,7 +267,7 @@ class Engine:
     def _take_off_worker(self, seq: Sequence, *, worker_knows: bool = False) -> None:
         worker = seq.worker
         assert worker is not None
-        del worker.running[seq.seq_id]
+        worker.remove(seq)
         if not worker_knows:
             worker.pending_releases.append(Release(seq.seq_id, seq.incarnation))
         worker.pool.release(reversed(seq.pages))
@@ -289,34 +288,39 @@ class Engine:
         if report.failure is not None:
             self._lose_worker(worker, StepFailed(f"a step failed on {worker.worker_id}: {report.failure}"))
             return
-        if not worker.accept_report(report):
+        flight = worker.accept_report(report)
+        if flight is None:
             return
         if report.timing is not None:
             self._rate.add(report.timing)
+            if self._config.itl_target_ms is not None and report.step == 0:
+                worker.step_time.observe(flight.plan.prefill_chunks, report.timing)
+        running = worker.running
         for progress in report.progress:
-            seq = worker.running.get(progress.seq_id)
+            seq = running.get(progress.seq_id)
             if seq is not None and seq.incarnation == progress.incarnation:
                 self._advance(worker, seq, progress)
         self._to_plan[worker.worker_id] = None
 
     def _advance(self, worker: WorkerView, seq: Sequence, progress: Progress) -> None:
-        seq.num_computed = max(seq.num_computed, progress.num_computed)
+        if progress.num_computed > seq.num_computed:
+            seq.num_computed = progress.num_computed
         if progress.tokens and not self._append_tokens(seq, progress):
             # The worker is ahead of what we were told: start over from the tokens we know.
             self._take_off_worker(seq)
             self._requeue(seq)
             return
-        publish_units(worker, seq, seq.num_computed)
-        match progress.finish_reason:
-            case None:
-                pass
-            case FinishReason.ERROR:
-                for page in seq.pages[seq.num_shared_pages :]:
-                    worker.pool.withdraw(page)
-                error = StepFailed(progress.error or "the worker could not go on with this sequence")
-                self._end_request(seq.request, FinishReason.ERROR, error)
-            case reason:
-                self._end_choice(seq, reason, by_worker=True)
+        if seq.num_computed >= (seq.num_published + 1) * UNIT_TOKENS:
+            publish_units(worker, seq, seq.num_computed)
+        if seq.num_computed >= seq.renew_at:
+            worker.watch_grant(seq)
+        if progress.finish_reason is FinishReason.ERROR:
+            for page in seq.pages[seq.num_shared_pages :]:
+                worker.pool.withdraw(page)
+            error = StepFailed(progress.error or "the worker could not go on with this sequence")
+            self._end_request(seq.request, FinishReason.ERROR, error)
+        elif progress.finish_reason is not None:
+            self._end_choice(seq, progress.finish_reason, by_worker=True)
 
     def _append_tokens(self, seq: Sequence, progress: Progress) -> bool:
         """Take the tokens we do not have yet; False when there is a gap before them."""
@@ -407,11 +411,13 @@ class Engine:
         seq.worker = worker
         seq.incarnation += 1
         seq.pages = chosen.shared_pages + fresh
+        seq.granted_slots = len(seq.pages) * worker.page_size
+        seq.renew_at = NEVER
         seq.num_shared_pages = len(chosen.shared_pages)
         seq.num_cached = seq.num_dispatched = seq.num_computed = chosen.num_cached
         seq.prefill_end = len(seq.tokens)
         seq.num_published = len(chosen.shared_pages) * pool.units_per_page
-        worker.running[seq.seq_id] = seq
+        worker.admit(seq)
         self._to_plan[worker.worker_id] = None
         self._note_admission(seq, chosen, placements)
 

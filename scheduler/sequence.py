@@ -17,9 +17,11 @@ from scheduler.commands import Timeline
 from scheduler.events import Request
 from wire.entries import RequestStats
 from wire.ids import UNIT_TOKENS, PageId, SeqId, UnitHash
+from wire.plan import Decode
 from wire.sampling import FinishReason
 
 if TYPE_CHECKING:
+    from scheduler.policy.fair_queue import Tenant
     from scheduler.worker_view import WorkerView
 
 
@@ -41,11 +43,19 @@ class Sequence:
     state: SeqState = SeqState.WAITING
     queued_s: float = 0.0
     finish_reason: FinishReason | None = None
+    tenant: Tenant | None = None
+    """Whose queue it was pushed to, and who is charged; None until then."""
 
     incarnation: int = 0
     """Counts admissions; reports of an older one are stale."""
     worker: WorkerView | None = None
     pages: list[PageId] = field(default_factory=list)
+    granted_slots: int = 0
+    """KV slots of `pages`: the worker never runs past them."""
+    renew_at: int = 0
+    """Position at which WorkerView.watch_grant looks at the grant again."""
+    decode: Decode = field(default_factory=lambda: Decode(SeqId(0), 0))
+    """While it runs: its entry in a plan that grants it nothing, the same one in every plan of an incarnation."""
     num_shared_pages: int = 0
     """The first of `pages`, shared by reference."""
     num_cached: int = 0
@@ -78,10 +88,6 @@ class Sequence:
         """First position a decode may run at next, as far as known: a dispatched prefill counts as run."""
         return max(self.num_computed, self.num_dispatched)
 
-    @property
-    def granted_slots(self) -> int:
-        return len(self.pages) * self.worker.page_size if self.worker else 0
-
     def unit_hashes(self) -> list[UnitHash]:
         """Hashes of all full units of the tokens known now; only new ones are computed."""
         if (len(self.hashes) + 1) * UNIT_TOKENS <= len(self.tokens):
@@ -94,6 +100,7 @@ class Sequence:
         self.state = SeqState.WAITING
         self.worker = None
         self.pages = []
+        self.granted_slots = self.renew_at = 0
         self.num_shared_pages = self.num_cached = self.num_published = 0
         self.num_dispatched = self.prefill_end = self.num_computed = 0
 

@@ -72,7 +72,7 @@ def place(seq: Sequence, worker: WorkerView, config: BatchingConfig) -> Placemen
         uncached_tokens=float(len(seq.tokens) - num_cached),
         queued_prefill_tokens=float(worker.queued_prefill_tokens),
         kv_pressure=KV_PRESSURE_TOKENS * worker.pool.counts().in_use / worker.pool.num_pages,
-        active_decodes=DECODE_TOKENS * worker.num_decodes,
+        active_decodes=DECODE_TOKENS * len(worker.decoding),
     )
     return Placement(worker, shared, source, num_cached, fresh, candidate)
 
