@@ -16,7 +16,6 @@ token, or a prompt token that was not cached.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvstore.prefix_hash import namespace, root_hash
+from scheduler.collector import calm_collector
 from scheduler.commands import DispatchPlan, FinishRequest
 from scheduler.engine import Engine
 from scheduler.events import Event, Request, RequestArrived, StepReported, WorkerUp
@@ -61,6 +61,10 @@ class EchoWorker:
         self._running: dict[SeqId, _Running] = {}
         self._members: list[SeqId] = []
         self._step = 0
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._members)
 
     def next_report(self) -> StepReport | None:
         """One step of the oldest plan; None without a plan."""
@@ -189,11 +193,10 @@ def _per_scheduled(loop: Loop, tokens: int) -> float:
 
 def decode(size: int, tokens: int, itl_target_ms: float | None, waiting: int = 0) -> Round:
     loop, fresh = Loop(size, itl_target_ms=itl_target_ms, is_full=waiting > 0), prompts(64)
-    for _ in range(size):
-        loop.arrive(next(fresh), ENDLESS)
-        loop.step()
-    for _ in range(64):
-        loop.step()
+    for number in range(size):
+        loop.arrive(next(fresh)[: 64 - number % PAGE_SIZE], ENDLESS)  # pages fill up at different steps
+    while loop.worker.num_decoding < size:
+        assert loop.step()
     for number in range(waiting):
         loop.arrive(next(fresh), 8, tenant=f"t{number % TENANTS}")
     return lambda: _per_scheduled(loop, tokens)
@@ -249,7 +252,6 @@ CASES = {"decode": decode, "turnover": turnover, "prefill": prefill, "hit": hit,
 def measure(case: str, size: int, rounds: int, tokens: int, itl_target_ms: float | None) -> float:
     """µs per token, the smallest of the rounds; the first one warms up."""
     run = CASES[case](size, tokens, itl_target_ms)
-    gc.collect()
     run()
     return min(run() for _ in range(rounds))
 
@@ -262,6 +264,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000, help="of a round, at least; default: %(default)s")
     parser.add_argument("--itl-target-ms", type=float, default=None, help="the step budget follows it; default: none")
     asked = parser.parse_args()
+    calm_collector()  # as the service does
     print("µs CPU per token  " + "".join(f"{size:>9}" for size in asked.sizes) + "   sequences")
     for case in asked.cases:
         cells = [measure(case, size, asked.rounds, asked.tokens, asked.itl_target_ms) for size in asked.sizes]

@@ -18,6 +18,7 @@ from observability.loop_lag import watch_loop_lag
 from observability.metrics import SchedulerMetrics
 from observability.tracing import Tracer, setup_tracing
 from scheduler.active import Tenure
+from scheduler.collector import calm_collector
 from scheduler.lease import Lease
 from wire import keys
 from wire.config import SchedulerConfig, load
@@ -94,6 +95,7 @@ def main() -> int:
         config = load(SchedulerConfig, os.environ)
         setup_logging("scheduler", config.cell.log_level)
         tracer = setup_tracing("scheduler", os.environ)
+        calm_collector()
     except (MeshError, ValueError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 2

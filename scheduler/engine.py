@@ -207,6 +207,7 @@ class Engine:
             stats=stats,
         )
         finish = FinishRequest(request.spec.gateway_id, request.spec.request_id, terminal, timeline)
+        request.sequences = []  # they name their request too: without the circle both are freed at once
         self._book.end(finish)
         self._commands.append(finish)
 
@@ -337,9 +338,11 @@ class Engine:
         seq.tokens += tokens
         request.faults = 0
         self._queue.charge(seq, OUTPUT_WEIGHT * len(tokens))
-        if request.timeline.first_token_s is None:
-            request.timeline.first_token_s = self._now
-            request.stats.prefill_s = self._now - request.timeline.admissions[0].admitted_s
+        if not seq.has_streamed:
+            seq.has_streamed = True
+            if request.timeline.first_token_s is None:
+                request.timeline.first_token_s = self._now
+                request.stats.prefill_s = self._now - request.timeline.admissions[0].admitted_s
         item = TokensReply(request.spec.request_id, seq.choice, known - seq.num_prompt, tokens, logprobs)
         self._commands.append(PublishReply(request.spec.gateway_id, item))
         return True

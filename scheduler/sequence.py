@@ -67,6 +67,8 @@ class Sequence:
     """Of every full unit of `tokens` known so far."""
     num_published: int = 0
     """Units of `hashes` findable in the worker's pool through this sequence's own pages."""
+    has_streamed: bool = False
+    """A token of it was published, by this engine."""
     requeued: bool = False
     """Was admitted before; goes first in its tenant's queue and is not charged again."""
 
