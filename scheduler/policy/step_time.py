@@ -49,6 +49,8 @@ class StepWork:
     """What one step computes."""
 
     tokens: int
+    """Decodes, and those of chunks."""
+    chunk_tokens: int = 0
     chunk_pairs: float = 0.0
     """Query tokens of chunks × the context each attends to, summed."""
     decode_context: int = 0
@@ -57,6 +59,7 @@ class StepWork:
     def add_chunk(self, start_pos: int, num_tokens: int) -> None:
         """A chunk of positions [start_pos, start_pos + num_tokens)."""
         self.tokens += num_tokens
+        self.chunk_tokens += num_tokens
         self.chunk_pairs += num_tokens * (start_pos + 0.5 * num_tokens)
 
 
@@ -77,15 +80,14 @@ class StepTimeModel:
             return  # a clock that stood still, or the worker could not run a chunk: what it did run is not known
         ends = sum(chunk.start_pos + chunk.num_tokens for chunk in chunks)
         self.decode_context = max(0, timing.context_tokens - ends)
-        work = StepWork(timing.decode_tokens, 0.0, self.decode_context)
+        work = StepWork(timing.decode_tokens, decode_context=self.decode_context)
         for chunk in chunks:
             work.add_chunk(chunk.start_pos, chunk.num_tokens)
-        self._largest_chunk_tokens = max(self._largest_chunk_tokens, timing.prefill_tokens)
         self.learn(work, float(timing.step_us))
 
     def learn(self, work: StepWork, step_us: float) -> None:
         """Take in one measured step."""
-        recent = self._with_chunks if work.chunk_pairs else self._decodes_only
+        recent = self._with_chunks if work.chunk_tokens else self._decodes_only
         predicted_us = self.predict_us(work)
         if predicted_us:
             surprise = SURPRISE if recent.count >= TRUSTED_STEPS else EARLY_SURPRISE
@@ -94,6 +96,7 @@ class StepTimeModel:
             # The first step: blame its tokens for all of it, the most careful guess for a larger one.
             self._factors[1] = step_us / (work.tokens + work.chunk_pairs / PAIRS_PER_TOKEN)
         recent.add(_features(work), step_us)
+        self._largest_chunk_tokens = max(self._largest_chunk_tokens, work.chunk_tokens)
         self._fit(step_us)
 
     def predict_us(self, work: StepWork) -> float:
