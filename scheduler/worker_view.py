@@ -8,6 +8,7 @@ A report touches only the sequences it names; what else a plan must know is kept
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from kvstore.page_pool import PagePool
@@ -41,7 +42,7 @@ class WorkerView:
         self.step_time = StepTimeModel()
         self.running: dict[SeqId, Sequence] = {}  # in order of admission, as `prefilling` is
         self.prefilling: dict[SeqId, Sequence] = {}
-        self.decoding: dict[SeqId, Sequence] = {}
+        self.decoding: dict[SeqId, Sequence] = {}  # where they take turns: least recently stepped first
         self.queued_prefill_tokens = 0
         """Of `prefilling`, not yet sent."""
         self.renewable: dict[SeqId, Sequence] = {}
@@ -93,6 +94,11 @@ class WorkerView:
         self.decoding[seq.seq_id] = seq
         self.watch_grant(seq)
 
+    def rotate(self, stepped: Iterable[SeqId]) -> None:
+        """These decodes are in a plan that has no room for all: next time the others go first."""
+        for seq_id in stepped:
+            self.decoding[seq_id] = self.decoding.pop(seq_id)
+
     # -- grants ----------------------------------------------------------------------------------------------------
 
     def watch_grant(self, seq: Sequence) -> None:
@@ -109,10 +115,13 @@ class WorkerView:
             self.renewable[seq.seq_id] = self.urgent[seq.seq_id] = seq
             seq.renew_at = NEVER
 
-    def renew_grants(self) -> dict[SeqId, Decode]:
-        """Pages for a lease and the steps in flight before it, as far as the pool has them: those most urgent first."""
+    def renew_grants(self, stepped: Container[SeqId]) -> dict[SeqId, Decode]:
+        """Plan entries with pages for a lease and the steps in flight before it, for those of the decodes that need
+        them, as far as the pool has them: the most urgent first."""
         renewed: dict[SeqId, Decode] = {}
-        for seq_id, seq in list((self.urgent | self.renewable).items()):
+        for seq_id, seq in (self.urgent | self.renewable).items():
+            if seq_id not in stepped:
+                continue
             slots = min(seq.next_position + self.slots_ahead, seq.max_slots)
             count = min(-(-slots // self.page_size) - len(seq.pages), self.pool.num_available)
             if not count:

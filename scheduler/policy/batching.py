@@ -2,6 +2,7 @@
 
     one step   | decode | decode | … | chunk of A ……… | chunk of B … |   ≤ step_token_budget tokens, ≤ itl_target_ms
 
+More decodes than the budget holds take turns, step by step, beside one minimum chunk where there is prefill to do.
 A worker repeats a plan's decodes by itself for up to max_lease_steps, so a plan is sent only when it differs from
 "repeat": there is a chunk to run, something to release, pages to grant, or the lease runs out. Chunks run in a plan's
 first step only, so that is the step whose time the target bounds.
@@ -10,6 +11,7 @@ first step only, so that is the step whose time the target bounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from scheduler.policy.placement import min_chunk_tokens
 from scheduler.policy.step_time import StepWork
@@ -34,15 +36,19 @@ class PlanBuilder:
         if worker.num_step_plans >= self._config.max_queued_plans:
             return self._send(worker, [], [], max_steps=0) if worker.pending_releases else None
         preempted = self._make_room_for_decodes(worker)
-        num_decodes = len(worker.decoding)
-        is_short = num_decodes > 0 and self._repeat_is_short(worker)
-        chunks, joining = self._cut_chunks(worker) if worker.prefilling else ([], [])
+        stepped = self._next_decodes(worker)
+        takes_turns = len(stepped) < len(worker.decoding)
+        is_short = bool(stepped) and (takes_turns or self._repeat_is_short(worker))
+        chunks, joining = self._cut_chunks(worker, len(stepped)) if worker.prefilling else ([], [])
         if not (chunks or worker.pending_releases or is_short):
             return None
-        decodes = self._decode_entries(worker)
+        decodes = self._decode_entries(worker, stepped)
+        if takes_turns:
+            worker.rotate(stepped)
         for seq in joining:
             worker.start_decoding(seq)
-        plan = self._send(worker, chunks, decodes, self._config.max_lease_steps if decodes or chunks else 0)
+        lease = 1 if takes_turns else self._config.max_lease_steps
+        plan = self._send(worker, chunks, decodes, lease if decodes or chunks else 0)
         if preempted:
             worker.admission_barrier = plan.plan_id
         return plan
@@ -82,20 +88,24 @@ class PlanBuilder:
             return True
         return bool(worker.urgent) and worker.pool.num_available > 0
 
-    def _decode_entries(self, worker: WorkerView) -> list[Decode]:
-        """Every decode, with pages for a lease where it needs them."""
-        renewed = worker.renew_grants()
+    def _next_decodes(self, worker: WorkerView) -> dict[SeqId, Sequence]:
+        """All, or as many as the budget holds beside one minimum chunk: those least recently stepped."""
+        room = self._config.step_token_budget - (self._min_chunk if worker.prefilling else 0)
+        return worker.decoding if len(worker.decoding) <= room else dict(islice(worker.decoding.items(), room))
+
+    def _decode_entries(self, worker: WorkerView, stepped: dict[SeqId, Sequence]) -> list[Decode]:
+        """Plan entries of decodes, with pages for a lease where they need them."""
+        renewed = worker.renew_grants(stepped)
         if not renewed:
-            return [seq.decode for seq in worker.decoding.values()]
-        return [renewed.get(seq_id) or seq.decode for seq_id, seq in worker.decoding.items()]
+            return [seq.decode for seq in stepped.values()]
+        return [renewed.get(seq_id) or seq.decode for seq_id, seq in stepped.items()]
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def _cut_chunks(self, worker: WorkerView) -> tuple[list[PrefillChunk], list[Sequence]]:
+    def _cut_chunks(self, worker: WorkerView, num_decodes: int) -> tuple[list[PrefillChunk], list[Sequence]]:
         """Chunks of the prefilling sequences, oldest admission first, cut to the budget; and whose last one it is."""
         chunks: list[PrefillChunk] = []
         joining: list[Sequence] = []
-        num_decodes = len(worker.decoding)
         budget = self._config.step_token_budget - num_decodes
         work = StepWork(num_decodes, decode_context=worker.step_time.decode_context)
         for seq in worker.prefilling.values():

@@ -40,7 +40,9 @@ def min_chunk_tokens(config: BatchingConfig) -> int:
 
 
 def max_running(config: BatchingConfig) -> int:
-    """Sequences a worker may run: each may decode in every step, beside one minimum chunk."""
+    """Sequences a worker may run; unless configured, each may decode in every step, beside one minimum chunk."""
+    if config.max_running is not None:
+        return config.max_running
     return config.step_token_budget - min_chunk_tokens(config)
 
 
