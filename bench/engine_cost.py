@@ -175,7 +175,8 @@ class Loop:
 def prompts(length: int, shared: int = 0) -> Iterator[list[int]]:
     """Prompts of which the first `shared` tokens are those of all others."""
     for number in count():
-        yield [5] * shared + [10 + (number * 31 + i * i) % 60_000 for i in range(shared, length - 1)] + [number % 60_000]
+        own = [10 + (number * 31 + i * i) % 60_000 for i in range(shared, length - 1)]
+        yield [5] * shared + own + [number % 60_000]
 
 
 Round = Callable[[], float]

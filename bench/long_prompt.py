@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 from collections.abc import Sequence
@@ -90,8 +91,8 @@ def _judge(streams: Sequence[Outcome], long: Outcome) -> Round:
 
 def _gaps(stream: Outcome, from_s: float, to_s: float) -> list[float]:
     """Gaps between tokens that overlap (from_s, to_s), a stall that began before or ended after among them."""
-    times = stream.token_event_times_s
-    return [late - early for early, late in zip(times, times[1:], strict=False) if late > from_s and early < to_s]
+    gaps = itertools.pairwise(stream.token_event_times_s)
+    return [later - earlier for earlier, later in gaps if later > from_s and earlier < to_s]
 
 
 async def measure(target: Target, shape: Shape, rounds: int, seed: int) -> list[Round]:

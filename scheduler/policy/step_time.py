@@ -102,9 +102,8 @@ class StepTimeModel:
     def predict_us(self, work: StepWork) -> float:
         """0 while nothing was measured."""
         fixed, per_token, per_kpair, per_kslot = self._factors
-        return (
-            fixed + per_token * work.tokens + per_kpair * 1e-3 * work.chunk_pairs + per_kslot * 1e-3 * work.decode_context
-        )
+        attention_us = 1e-3 * (per_kpair * work.chunk_pairs + per_kslot * work.decode_context)
+        return fixed + per_token * work.tokens + attention_us
 
     def chunk_that_fits(self, work: StepWork, start_pos: int, target_us: float) -> int:
         """Tokens of a chunk from start_pos on that bring a step of `work` to target_us at most; 0 when it is there.

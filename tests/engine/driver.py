@@ -49,9 +49,7 @@ class Driver:
         self.outputs: defaultdict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, FinishRequest] = {}
         self.workers = {
-            WorkerId(f"w{i}"): PagedWorker(
-                f"w{i}", pages, page_size, self.config.step_token_budget, step_us=step_us
-            )
+            WorkerId(f"w{i}"): PagedWorker(f"w{i}", pages, page_size, self.config.step_token_budget, step_us=step_us)
             for i in range(workers)
         }
         for worker in self.workers.values():

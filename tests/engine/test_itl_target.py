@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def too_slow(work: StepWork) -> float:
     return 100_000 + 8_000 * work.tokens
 
 
-def with_streams(streams: int, max_tokens: int, **config: object) -> Driver:
+def with_streams(streams: int, max_tokens: int, **config: Any) -> Driver:
     """So many sequences that decode."""
     driver = Driver(pages=600, itl_target_ms=TARGET_MS, min_chunk_tokens=MIN_CHUNK, **config)
     for number in range(streams):

@@ -18,7 +18,7 @@ StepTime = Callable[[StepWork], float]
 
 
 def affine(work: StepWork) -> float:
-    """About SmolLM2-135M on two cores: 12 ms for the weights, 1 ms a token, as much again for 2,000 tokens of context."""
+    """About SmolLM2-135M on two cores: 12 ms for the weights; a token takes 1 ms, twice that at 2,000 of context."""
     return 12_000 + 1_000 * work.tokens + 0.5 * work.chunk_pairs + 2.0 * work.decode_context
 
 
