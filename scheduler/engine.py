@@ -62,6 +62,7 @@ class Engine:
         self._num_preemptions = 0
         self._num_displaced = 0
         self._no_worker_since_s: float | None = None
+        self._has_faults = False  # some request may have some
         self._fence_lost = False
         self._now = 0.0
         self._commands: list[Command] = []
@@ -244,6 +245,7 @@ class Engine:
         suspects = [request for request in present if request.is_suspect]
         for request in suspects or present:
             request.faults += 1
+            self._has_faults = True
             if request.faults >= MAX_FAULTS:
                 self._end_request(request, FinishReason.ERROR, error)
 
@@ -325,7 +327,7 @@ class Engine:
 
     def _append_tokens(self, seq: Sequence, progress: Progress) -> bool:
         """Take the tokens we do not have yet; False when there is a gap before them."""
-        request, tokens, logprobs = seq.request, progress.tokens, progress.logprobs
+        tokens, logprobs = progress.tokens, progress.logprobs
         known = len(seq.tokens)
         repeated = known - (progress.num_computed + 1 - len(tokens))
         if repeated < 0:
@@ -336,16 +338,20 @@ class Engine:
         if not tokens:
             return True
         seq.tokens += tokens
-        request.faults = 0
         self._queue.charge(seq, OUTPUT_WEIGHT * len(tokens))
+        if self._has_faults:
+            seq.request.faults = 0
         if not seq.has_streamed:
             seq.has_streamed = True
-            if request.timeline.first_token_s is None:
-                request.timeline.first_token_s = self._now
-                request.stats.prefill_s = self._now - request.timeline.admissions[0].admitted_s
-        item = TokensReply(request.spec.request_id, seq.choice, known - seq.num_prompt, tokens, logprobs)
-        self._commands.append(PublishReply(request.spec.gateway_id, item))
+            self._note_first_token(seq.request)
+        item = TokensReply(seq.request_id, seq.choice, known - seq.num_prompt, tokens, logprobs)
+        self._commands.append(PublishReply(seq.gateway_id, item))
         return True
+
+    def _note_first_token(self, request: LiveRequest) -> None:
+        if request.timeline.first_token_s is None:
+            request.timeline.first_token_s = self._now
+            request.stats.prefill_s = self._now - request.timeline.admissions[0].admitted_s
 
     # -- placing and planning --------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from kvstore.prefix_hash import chain
 from scheduler.commands import Timeline
 from scheduler.events import Request
 from wire.entries import RequestStats
-from wire.ids import UNIT_TOKENS, PageId, SeqId, UnitHash
+from wire.ids import UNIT_TOKENS, GatewayId, PageId, RequestId, SeqId, UnitHash
 from wire.plan import Decode
 from wire.sampling import FinishReason
 
@@ -35,25 +35,34 @@ class SeqState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
+    """First what every token needs, side by side: with thousands of sequences, each cache line counts."""
+
     seq_id: SeqId
     request: LiveRequest
     choice: int
     tokens: list[int]
     num_prompt: int
-    state: SeqState = SeqState.WAITING
-    queued_s: float = 0.0
-    finish_reason: FinishReason | None = None
+    request_id: RequestId = field(init=False)
+    gateway_id: GatewayId = field(init=False)
+    incarnation: int = 0
+    """Counts admissions; reports of an older one are stale."""
+    num_computed: int = 0
+    num_published: int = 0
+    """Units of `hashes` findable in the worker's pool through this sequence's own pages."""
+    renew_at: int = 0
+    """Position at which WorkerView.watch_grant looks at the grant again."""
+    has_streamed: bool = False
+    """A token of it was published, by this engine."""
     tenant: Tenant | None = None
     """Whose queue it was pushed to, and who is charged; None until then."""
 
-    incarnation: int = 0
-    """Counts admissions; reports of an older one are stale."""
+    state: SeqState = SeqState.WAITING
+    queued_s: float = 0.0
+    finish_reason: FinishReason | None = None
     worker: WorkerView | None = None
     pages: list[PageId] = field(default_factory=list)
     granted_slots: int = 0
     """KV slots of `pages`: the worker never runs past them."""
-    renew_at: int = 0
-    """Position at which WorkerView.watch_grant looks at the grant again."""
     decode: Decode = field(default_factory=lambda: Decode(SeqId(0), 0))
     """While it runs: its entry in a plan that grants it nothing, the same one in every plan of an incarnation."""
     num_shared_pages: int = 0
@@ -62,15 +71,13 @@ class Sequence:
     num_dispatched: int = 0
     prefill_end: int = 0
     """Tokens known at admission: all of them are prefilled, the last one samples."""
-    num_computed: int = 0
     hashes: list[UnitHash] = field(default_factory=list)
     """Of every full unit of `tokens` known so far."""
-    num_published: int = 0
-    """Units of `hashes` findable in the worker's pool through this sequence's own pages."""
-    has_streamed: bool = False
-    """A token of it was published, by this engine."""
     requeued: bool = False
     """Was admitted before; goes first in its tenant's queue and is not charged again."""
+
+    def __post_init__(self) -> None:
+        self.request_id, self.gateway_id = self.request.spec.request_id, self.request.spec.gateway_id
 
     @property
     def num_output(self) -> int:
