@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from scheduler.events import CancelRequested
 from scheduler.policy.step_time import StepWork
 from tests.engine.driver import Driver, make_request
 from tests.engine.paged_worker import PagedWorker, expected_output
 from wire.config import BatchingConfig
+from wire.ids import RequestId
 
 MIN_CHUNK = 8
 TARGET_MS = 60.0
@@ -83,6 +85,21 @@ def test_a_hiccup_of_ten_times_does_not_stop_a_prefill() -> None:
     steps = prefill_all(driver, "second", 2)
     assert max(step_us for _, step_us in steps[2:]) <= 1.3 * 1000 * TARGET_MS
     assert all(work.chunk_tokens > MIN_CHUNK for work, _ in steps if work.chunk_tokens)
+
+
+def test_a_cancelled_prefill_is_let_go_within_the_running_and_the_queued_step() -> None:
+    driver = with_streams(4, 350, step_token_budget=400, step_us=slow)
+    prefill_all(driver, "learn", 1)
+    driver.arrive("long", prompt(PROMPT_TOKENS, 2), 2)
+    for _ in range(3):
+        driver.step()
+    before = len(driver.worker.steps)
+    driver.feed(CancelRequested(RequestId("long"), "disconnect"))
+    while any(plan.releases for plan in driver.worker.plans):
+        driver.worker.run_step()
+    steps = driver.worker.steps[before:]
+    assert len(steps) <= 2 and any(work.chunk_tokens for work, _ in steps), "it was in mid-prefill"
+    assert sum(step_us for work, step_us in steps) <= 2 * 1.2 * 1000 * TARGET_MS
 
 
 def test_each_worker_has_its_own_fit() -> None:
