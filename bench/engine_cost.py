@@ -129,7 +129,7 @@ class EchoWorker:
 class Loop:
     """An engine and its worker; `cpu_ns` grows by what handle() takes."""
 
-    def __init__(self, size: int, *, itl_target_ms: float | None, is_full: bool = False) -> None:
+    def __init__(self, size: int, *, itl_target_ms: float, is_full: bool = False) -> None:
         """is_full: no more than `size` sequences may run."""
         budget = (size + min(size, MIN_CHUNK)) if is_full else max(2048, 2 * size)
         config = BatchingConfig(step_token_budget=budget, min_chunk_tokens=MIN_CHUNK, itl_target_ms=itl_target_ms)
@@ -192,7 +192,7 @@ def _per_scheduled(loop: Loop, tokens: int) -> float:
     return (loop.cpu_ns - before_ns) / 1000 / (loop.scheduled - before)
 
 
-def decode(size: int, tokens: int, itl_target_ms: float | None, waiting: int = 0) -> Round:
+def decode(size: int, tokens: int, itl_target_ms: float, waiting: int = 0) -> Round:
     loop, fresh = Loop(size, itl_target_ms=itl_target_ms, is_full=waiting > 0), prompts(64)
     for number in range(size):
         loop.arrive(next(fresh)[: 64 - number % PAGE_SIZE], ENDLESS)  # pages fill up at different steps
@@ -203,11 +203,11 @@ def decode(size: int, tokens: int, itl_target_ms: float | None, waiting: int = 0
     return lambda: _per_scheduled(loop, tokens)
 
 
-def backlog(size: int, tokens: int, itl_target_ms: float | None) -> Round:
+def backlog(size: int, tokens: int, itl_target_ms: float) -> Round:
     return decode(size, tokens, itl_target_ms, waiting=BACKLOG)
 
 
-def turnover(size: int, tokens: int, itl_target_ms: float | None) -> Round:
+def turnover(size: int, tokens: int, itl_target_ms: float) -> Round:
     loop, fresh = Loop(size, itl_target_ms=itl_target_ms), prompts(128)
     for number in range(size):
         loop.arrive(next(fresh), 1 + (number * 64) // size)  # ends spread over time
@@ -225,7 +225,7 @@ def turnover(size: int, tokens: int, itl_target_ms: float | None) -> Round:
     return run
 
 
-def prefill(size: int, tokens: int, itl_target_ms: float | None, shared: int = 0) -> Round:
+def prefill(size: int, tokens: int, itl_target_ms: float, shared: int = 0) -> Round:
     loop, fresh = Loop(size, itl_target_ms=itl_target_ms), prompts(512, shared)
 
     def run() -> float:
@@ -243,14 +243,14 @@ def prefill(size: int, tokens: int, itl_target_ms: float | None, shared: int = 0
     return run
 
 
-def hit(size: int, tokens: int, itl_target_ms: float | None) -> Round:
+def hit(size: int, tokens: int, itl_target_ms: float) -> Round:
     return prefill(size, tokens, itl_target_ms, shared=480)
 
 
 CASES = {"decode": decode, "turnover": turnover, "prefill": prefill, "hit": hit, "backlog": backlog}
 
 
-def measure(case: str, size: int, rounds: int, tokens: int, itl_target_ms: float | None) -> float:
+def measure(case: str, size: int, rounds: int, tokens: int, itl_target_ms: float) -> float:
     """µs per token, the smallest of the rounds; the first one warms up."""
     run = CASES[case](size, tokens, itl_target_ms)
     run()
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="sequences; default: 1 8 64 512 4096")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=20_000, help="of a round, at least; default: %(default)s")
-    parser.add_argument("--itl-target-ms", type=float, default=None, help="the step budget follows it; default: none")
+    parser.add_argument("--itl-target-ms", type=float, default=BatchingConfig().itl_target_ms, help="as of `phasemesh up`")
     asked = parser.parse_args()
     calm_collector()  # as the service does
     print("µs CPU per token  " + "".join(f"{size:>9}" for size in asked.sizes) + "   sequences")

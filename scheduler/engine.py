@@ -296,7 +296,7 @@ class Engine:
             return
         if report.timing is not None:
             self._rate.add(report.timing)
-            if self._config.itl_target_ms is not None and report.step == 0:
+            if report.step == 0:
                 worker.step_time.observe(flight.plan.prefill_chunks, report.timing)
         running = worker.running
         for progress in report.progress:

@@ -100,13 +100,13 @@ class BatchingConfig:
     step_token_budget: int = env(
         "STEP_TOKEN_BUDGET",
         128,
-        "Tokens one step may process: a step of that many bounds ITL and cancels; GPUs want 2048 or more.",
+        "Tokens one step may process at most, whatever the ITL target; GPUs want 2048 or more.",
         minimum=2,
     )
-    itl_target_ms: float | None = env(
+    itl_target_ms: float = env(
         "ITL_TARGET_MS",
-        None,
-        "The step budget follows this inter-token latency; unset: every step may use the whole budget.",
+        120.0,
+        "Inter-token latency that prefill beside decodes is cut to: the step budget follows it; inf: it does not.",
         minimum=1,
     )
     min_chunk_tokens: int = env("MIN_CHUNK_TOKENS", 16, "Smallest prefill chunk worth a place in a step.", minimum=1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
+from math import isfinite
 
 from scheduler.policy.placement import min_chunk_tokens
 from scheduler.policy.step_time import StepWork
@@ -25,7 +26,7 @@ from wire.plan import Child, Decode, PageGrant, PrefillChunk, SequenceStart, Ste
 class PlanBuilder:
     def __init__(self, config: BatchingConfig, fence: Fence, preempt: Callable[[Sequence], None]) -> None:
         self._config = config
-        self._target_us = None if config.itl_target_ms is None else 1000.0 * config.itl_target_ms
+        self._target_us = 1000.0 * config.itl_target_ms if isfinite(config.itl_target_ms) else None
         self._fence = fence
         self._preempt = preempt
         self._min_chunk = min_chunk_tokens(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([16, 64]),
         pages=st.integers(3, 14),
         workers=st.integers(1, 2),
-        itl_target_ms=st.sampled_from([None, 5.0, 40.0]),
+        itl_target_ms=st.sampled_from([math.inf, 5.0, 40.0]),
         max_running=st.sampled_from([None, 3, 20]),
     )
     def start(
@@ -64,7 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
         page_size: int,
         pages: int,
         workers: int,
-        itl_target_ms: float | None,
+        itl_target_ms: float,
         max_running: int | None,
     ) -> None:
         self.grace_s = grace_s
