@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="sequences; default: 1 8 64 512 4096")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=20_000, help="of a round, at least; default: %(default)s")
-    parser.add_argument("--itl-target-ms", type=float, default=BatchingConfig().itl_target_ms, help="as of `phasemesh up`")
+    parser.add_argument("--itl-target-ms", type=float, default=BatchingConfig().itl_target_ms, help="as in service")
     asked = parser.parse_args()
     calm_collector()  # as the service does
     print("µs CPU per token  " + "".join(f"{size:>9}" for size in asked.sizes) + "   sequences")

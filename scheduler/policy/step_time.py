@@ -83,10 +83,11 @@ class StepTimeModel:
         work = StepWork(timing.decode_tokens, decode_context=self.decode_context)
         for chunk in chunks:
             work.add_chunk(chunk.start_pos, chunk.num_tokens)
-        self.learn(work, float(timing.step_us))
+        if work.tokens:
+            self.learn(work, float(timing.step_us))
 
     def learn(self, work: StepWork, step_us: float) -> None:
-        """Take in one measured step."""
+        """Take in one measured step, of at least one token and more than no time."""
         recent = self._with_chunks if work.chunk_tokens else self._decodes_only
         predicted_us = self.predict_us(work)
         if predicted_us:

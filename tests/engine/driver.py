@@ -43,7 +43,9 @@ class Driver:
         step_us: Callable[[StepWork], float] = lambda work: 1000.0,
         **config: Any,
     ) -> None:
-        self.config = BatchingConfig(**{"step_token_budget": 64, "min_chunk_tokens": 8, "kv_watermark": 0.0, "itl_target_ms": inf, **config})
+        self.config = BatchingConfig(
+            **{"step_token_budget": 64, "min_chunk_tokens": 8, "kv_watermark": 0.0, "itl_target_ms": inf, **config}
+        )
         self.engine = Engine(self.config, no_worker_grace_s=4.0, routing_seed=0, fence=Fence(1))
         self.now = 0.0
         self.plans: list[StepPlan] = []

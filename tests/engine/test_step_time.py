@@ -173,3 +173,10 @@ def test_whatever_is_measured_more_work_never_takes_less_and_a_chunk_fits_its_ta
     assert model.chunk_that_fits(StepWork(decodes + more, decode_context=100 * decodes), start, target_us) <= chunk
     smaller = model.predict_us(chunk_work(decodes, start, 10))
     assert 0 <= smaller <= model.predict_us(chunk_work(decodes + more, start + more, 10 + more))
+
+
+def test_a_step_without_work_or_time_teaches_nothing() -> None:
+    model = StepTimeModel()
+    model.observe([], StepTiming(0, 0, 1000, 0, prefill_tokens=0, decode_tokens=0, context_tokens=0))
+    model.observe([], StepTiming(0, 0, 0, 0, prefill_tokens=0, decode_tokens=4, context_tokens=800))
+    assert model.predict_us(StepWork(4)) == 0.0
