@@ -13,9 +13,10 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvstore.prefix_hash import chain
-from scheduler.commands import Timeline
+from scheduler.commands import Admission, Timeline
 from scheduler.events import Request
-from wire.entries import RequestStats
+from wire.entries import RequestStats, TerminalReply
+from wire.errors import MeshError
 from wire.ids import UNIT_TOKENS, GatewayId, PageId, RequestId, SeqId, UnitHash
 from wire.plan import Decode
 from wire.sampling import FinishReason
@@ -138,3 +139,41 @@ class LiveRequest:
     @property
     def is_suspect(self) -> bool:
         return self.faults >= SUSPECT_FAULTS
+
+    def note_admission(self, admission: Admission) -> None:
+        self.timeline.admissions.append(admission)
+        self.stats.worker_id = admission.worker_id
+        if self.stalled_since_s is not None:
+            self.stats.stall_s += admission.admitted_s - self.stalled_since_s
+            self.stalled_since_s = None
+        if len(self.timeline.admissions) == 1:
+            self.stats.queue_s = admission.admitted_s - self.timeline.arrived_s
+            self.stats.cached_tokens = admission.cached_tokens
+
+    def note_first_token(self, now: float) -> None:
+        """The first token of one of its choices."""
+        if self.timeline.first_token_s is None:
+            self.timeline.first_token_s = now
+            self.stats.prefill_s = now - self.timeline.admissions[0].admitted_s
+
+    def note_stall(self, now: float) -> None:
+        """One of its sequences waits again: a stall, if the client has read something already."""
+        if self.timeline.first_token_s is not None and self.stalled_since_s is None:
+            self.stalled_since_s = now
+
+    def terminal(self, now: float, error: MeshError | None) -> TerminalReply:
+        """It is over, with `error` if that is why."""
+        stats, timeline = self.stats, self.timeline
+        timeline.finished_s = now
+        stats.output_tokens = sum(seq.num_output for seq in self.sequences)
+        if self.stalled_since_s is not None:
+            stats.stall_s += now - self.stalled_since_s
+        if timeline.first_token_s is not None:
+            stats.decode_s = max(0.0, now - timeline.first_token_s - stats.stall_s)
+        return TerminalReply(
+            self.spec.request_id,
+            error_code=error.code if error else None,
+            error_message=error.message if error else None,
+            retry_after_s=error.retry_after_s if error else None,
+            stats=stats,
+        )

@@ -70,6 +70,7 @@ class WorkerView:
     def admit(self, seq: Sequence) -> None:
         """Run a sequence that holds its pages; nothing of it was dispatched."""
         seq.decode = Decode(seq.seq_id, seq.incarnation)
+        seq.renew_at = NEVER
         self.running[seq.seq_id] = self.prefilling[seq.seq_id] = seq
         self.queued_prefill_tokens += seq.prefill_end - seq.num_dispatched
 
