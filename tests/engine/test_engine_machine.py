@@ -252,6 +252,22 @@ class EngineMachine(RuleBasedStateMachine):
             assert pages.free + pages.cached + pages.in_use + pages.retiring == worker.num_pages
             assert worker.running <= (self.config.max_running or self.config.step_token_budget)
 
+    @invariant()
+    def what_is_kept_up_to_date_is_what_a_scan_would_find(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for worker in self.engine._workers.values():
+            running = worker.running.values()
+            assert list(worker.prefilling) == [s.seq_id for s in running if s.is_prefilling]
+            assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling}
+            assert worker.queued_prefill_tokens == sum(s.prefill_end - s.num_dispatched for s in running)
+            assert all(s.granted_slots == len(s.pages) * worker.page_size for s in running)
+            growing = [s for s in worker.decoding.values() if s.granted_slots < s.max_slots]
+            left = {s.seq_id: s.granted_slots - s.next_position for s in growing}
+            assert worker.renewable.keys() == {s for s in left if left[s] < worker.slots_ahead}
+            assert worker.urgent.keys() == {s for s in left if left[s] <= worker.half_lease}
+        assert self.engine._queue.waiting_tokens == sum(len(s.tokens) for s in self.engine._queue)
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
