@@ -65,14 +65,15 @@ async def run_round(client: StreamClient, target: Target, shape: Shape, rng: ran
             await asyncio.sleep(STAGGER_S)
         await asyncio.sleep(shape.settle_s)
         long = await client.send(target, _random_prompt(rng, shape.prompt_tokens, LONG_OUTPUT_TOKENS))
-    return _judge([task.result() for task in streams], long)
+    return judge([task.result() for task in streams], long)
 
 
 def _random_prompt(rng: random.Random, num_tokens: int, max_tokens: int) -> PromptRequest:
     return PromptRequest(TokenIds([rng.choice(TOKEN_IDS) for _ in range(num_tokens)]), max_tokens)
 
 
-def _judge(streams: Sequence[Outcome], long: Outcome) -> Round:
+def judge(streams: Sequence[Outcome], long: Outcome) -> Round:
+    """What the streams saw of the long prompt. Raises BenchFailed when the round does not show what it should."""
     for outcome in (*streams, long):
         if outcome.result is not Result.OK:
             raise BenchFailed(f"a request failed: {outcome.reason} {outcome.detail}")
