@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvstore.prefix_hash import namespace, root_hash
-from scheduler.collector import calm_collector
 from scheduler.commands import DispatchPlan, FinishRequest
 from scheduler.engine import Engine
 from scheduler.events import Event, Request, RequestArrived, StepReported, WorkerUp
+from wire.collector import calm_collector
 from wire.config import BatchingConfig
 from wire.ids import UNIT_TOKENS, Epoch, Fence, GatewayId, RequestId, SeqId, WorkerId
 from wire.plan import ModelCard, Progress, StepPlan, StepReport, StepTiming, WorkerInfo

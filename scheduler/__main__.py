@@ -18,9 +18,9 @@ from observability.loop_lag import watch_loop_lag
 from observability.metrics import SchedulerMetrics
 from observability.tracing import Tracer, setup_tracing
 from scheduler.active import Tenure
-from scheduler.collector import calm_collector
 from scheduler.lease import Lease
 from wire import keys
+from wire.collector import calm_collector
 from wire.config import SchedulerConfig, load
 from wire.errors import MeshError
 from wire.redis_client import open_redis
