@@ -1,13 +1,16 @@
 """How long a step takes on one worker, fitted to what that worker measures; and the chunk that fits a target. Pure.
 
-    step_us = fixed + per_token · tokens + per_pair · chunk_pairs + per_slot · decode_context
+    step_us = fixed + per_token · tokens + per_pair · (chunk_pairs + PAIRS_PER_SLOT · decode_context)
 
 | term | stands for |
 |---|---|
 | fixed | reading the weights once, and what a step costs whatever is in it |
 | tokens | linear layers: every decode and every chunk token |
 | chunk_pairs | attention of chunks: a token of a chunk attends to all before it, so the cost grows with the context |
-| decode_context | attention of decodes: the KV they read |
+| decode_context | attention of decodes, which read KV for one query only: dearer by slot than a chunk's by pair |
+
+The two attentions share a factor because the context of decodes grows too evenly to tell its cost from anything else
+that changes with time: fitted apart, it took the blame for whatever slowed the machine down.
 
 No factor is negative, so a step never gets faster by more work. A sum, not the larger of a memory and a compute time: a
 step of few rows is bound by memory and one of many by compute, but the change is so gradual that the sum is nearer to
@@ -39,8 +42,10 @@ GROWTH = 2
 PAIRS_PER_TOKEN = 2000.0
 """Until it is measured: attention over so much context costs as much as all linear layers. Models of 100M parameters
 come near; larger ones spend less on attention, so nobody is surprised by a longer step."""
-ANCHOR = 0.05
+ANCHOR = 0.02
 """What that guess weighs, in measured steps."""
+PAIRS_PER_SLOT = 8.0
+"""Of a decode's context: 7 measured with our CPU kernels. Where it is more, `fixed`, which adapts, takes up the rest."""
 SWEEPS = 4
 
 
@@ -56,6 +61,10 @@ class StepWork:
     decode_context: int = 0
     """Context of the decodes, summed."""
 
+    @property
+    def attention_pairs(self) -> float:
+        return self.chunk_pairs + PAIRS_PER_SLOT * self.decode_context
+
     def add_chunk(self, start_pos: int, num_tokens: int) -> None:
         """A chunk of positions [start_pos, start_pos + num_tokens)."""
         self.tokens += num_tokens
@@ -67,7 +76,7 @@ class StepTimeModel:
     """Of one worker. Times are µs."""
 
     def __init__(self) -> None:
-        self._factors = [0.0, 0.0, 0.0, 0.0]
+        self._factors = [0.0, 0.0, 0.0]
         self._with_chunks = _RecentSteps()
         self._decodes_only = _RecentSteps()
         self._largest_chunk_tokens = FIRST_CHUNK_TOKENS // GROWTH
@@ -95,23 +104,22 @@ class StepTimeModel:
             step_us = min(max(step_us, predicted_us / surprise), predicted_us * surprise)
         else:
             # The first step: blame its tokens for all of it, the most careful guess for a larger one.
-            self._factors[1] = step_us / (work.tokens + work.chunk_pairs / PAIRS_PER_TOKEN)
+            self._factors[1] = step_us / (work.tokens + work.attention_pairs / PAIRS_PER_TOKEN)
         recent.add(_features(work), step_us)
         self._largest_chunk_tokens = max(self._largest_chunk_tokens, work.chunk_tokens)
         self._fit(step_us)
 
     def predict_us(self, work: StepWork) -> float:
         """0 while nothing was measured."""
-        fixed, per_token, per_kpair, per_kslot = self._factors
-        attention_us = 1e-3 * (per_kpair * work.chunk_pairs + per_kslot * work.decode_context)
-        return fixed + per_token * work.tokens + attention_us
+        fixed, per_token, per_kpair = self._factors
+        return fixed + per_token * work.tokens + per_kpair * 1e-3 * work.attention_pairs
 
     def chunk_that_fits(self, work: StepWork, start_pos: int, target_us: float) -> int:
         """Tokens of a chunk from start_pos on that bring a step of `work` to target_us at most; 0 when it is there.
 
         The largest c ≥ 0 with predict(work) + per_token·c + per_pair·(start_pos·c + c²/2) ≤ target.
         """
-        _, per_token, per_kpair, _ = self._factors
+        _, per_token, per_kpair = self._factors
         left_us = target_us - self.predict_us(work)
         if left_us <= 0:
             return 0
@@ -128,11 +136,11 @@ class StepTimeModel:
         chunks, decodes = self._with_chunks, self._decodes_only
         anchor = ANCHOR * (100.0 / step_us) ** 2  # as if a step of 100,000 pairs had taken as long as the last one
         for _ in range(SWEEPS):
-            for i in range(4):
+            for i in range(3):
                 row, other = chunks.products[i], decodes.products[i]
                 weight = row[i] + other[i]
                 rest = chunks.targets[i] + decodes.targets[i]
-                for j in range(4):
+                for j in range(3):
                     if j != i:
                         rest -= (row[j] + other[j]) * factors[j]
                 if i == 2:
@@ -147,20 +155,20 @@ class _RecentSteps:
 
     def __init__(self) -> None:
         self.count = 0
-        self.products = [[0.0] * 4 for _ in range(4)]
-        self.targets = [0.0] * 4
+        self.products = [[0.0] * 3 for _ in range(3)]
+        self.targets = [0.0] * 3
 
-    def add(self, features: tuple[float, float, float, float], step_us: float) -> None:
+    def add(self, features: tuple[float, float, float], step_us: float) -> None:
         self.count += 1
         keep = 1.0 - 1.0 / REMEMBERED_STEPS
         scaled = [x / step_us for x in features]
         for i, row in enumerate(self.products):
             x = scaled[i]
             self.targets[i] = self.targets[i] * keep + x
-            for j in range(4):
-                row[j] = row[j] * keep + x * scaled[j]
+            for j, y in enumerate(scaled):
+                row[j] = row[j] * keep + x * y
 
 
-def _features(work: StepWork) -> tuple[float, float, float, float]:
-    """Pairs and context in thousands, so that all factors are of one order."""
-    return 1.0, float(work.tokens), work.chunk_pairs * 1e-3, work.decode_context * 1e-3
+def _features(work: StepWork) -> tuple[float, float, float]:
+    """Pairs in thousands, so that all factors are of one order."""
+    return 1.0, float(work.tokens), work.attention_pairs * 1e-3

@@ -25,7 +25,7 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 def slow(work: StepWork) -> float:
     """A short prompt stands for a long one: attention costs as much as it does at thousands of tokens."""
-    return 8_000 + 800 * work.tokens + 5.0 * work.chunk_pairs
+    return 8_000 + 800 * work.tokens + 3.0 * work.chunk_pairs + 20.0 * work.decode_context
 
 
 def too_slow(work: StepWork) -> float:
@@ -84,7 +84,8 @@ def test_a_hiccup_of_ten_times_does_not_stop_a_prefill() -> None:
     prefill_all(driver, "first", 1)
     steps = prefill_all(driver, "second", 2)
     assert max(step_us for _, step_us in steps[2:]) <= 1.3 * 1000 * TARGET_MS
-    assert all(work.chunk_tokens > MIN_CHUNK for work, _ in steps if work.chunk_tokens)
+    *chunks, _ = [work.chunk_tokens for work, _ in steps if work.chunk_tokens]  # the last one is what is left
+    assert min(chunks) > MIN_CHUNK
 
 
 def test_a_cancelled_prefill_is_let_go_within_the_running_and_the_queued_step() -> None:
