@@ -13,8 +13,8 @@ The two attentions share a factor because the context of decodes grows too evenl
 that changes with time: fitted apart, it took the blame for whatever slowed the machine down.
 
 No factor is negative, so a step never gets faster by more work. A sum, not the larger of a memory and a compute time: a
-step of few rows is bound by memory and one of many by compute, but the change is so gradual that the sum is nearer to
-what is measured (docs/adr/0007).
+step of few rows is bound by memory and one of many by compute, but the change is so gradual that the sum is as near to
+what is measured, and it has no corner to find (docs/adr/0007).
 
 The fit is least squares of relative errors, over the recent steps: those with a chunk and those without are forgotten
 apart, so an hour of decodes does not erase what chunks cost. A step counts for at most so much longer or shorter than
@@ -45,7 +45,7 @@ come near; larger ones spend less on attention, so nobody is surprised by a long
 ANCHOR = 0.02
 """What that guess weighs, in measured steps."""
 PAIRS_PER_SLOT = 8.0
-"""Of a decode's context: 7 measured with our CPU kernels. Where it is more, `fixed`, which adapts, takes up the rest."""
+"""Of a decode's context: 7 measured with our CPU kernels. Where it is more, `fixed` adapts and takes up the rest."""
 SWEEPS = 4
 
 
