@@ -25,6 +25,7 @@ from observability.health_server import serve_health
 from observability.logs import setup_logging
 from observability.metrics import WorkerMetrics
 from observability.tracing import Tracer, setup_tracing
+from wire.collector import calm_collector
 from wire.config import WorkerConfig, load
 from wire.entries import WorkerEntry
 from wire.errors import ConfigInvalid, MeshError
@@ -120,6 +121,7 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         def current_entry() -> WorkerEntry:
             return WorkerEntry(identity.worker_id, identity.advertise_address, executor.epoch, os.getpid())
 
+        calm_collector()
         async with asyncio.TaskGroup() as tasks:
             registration = tasks.create_task(
                 keep_registered(redis, config.cell.cell, current_entry, reconnects=metrics.redis_reconnects)

@@ -57,7 +57,9 @@ class PagePool:
         self._retiring: set[PageId] = set()
         self._references = [0] * num_pages
         self._units: list[list[UnitHash]] = [[] for _ in range(num_pages)]  # published, by offset in the page
-        self._holders: dict[UnitHash, list[PageId]] = {}
+        # A hash lies nearly always in one page. Where several hold it, the others are here: all O(1) to forget.
+        self._holder: dict[UnitHash, PageId] = {}
+        self._other_holders: dict[UnitHash, dict[PageId, None]] = {}
 
     @property
     def num_available(self) -> int:
@@ -78,15 +80,15 @@ class PagePool:
         per_page = self.units_per_page
         full_pages: list[PageId] = []
         for last in range(per_page - 1, len(hashes), per_page):
-            holders = self._holders.get(hashes[last])
-            if not holders:
+            holder = self._holder.get(hashes[last])
+            if holder is None:
                 break
-            full_pages.append(holders[0])
+            full_pages.append(holder)
         first = len(full_pages) * per_page
         for units in range(min(per_page - 1, len(hashes) - first), 0, -1):
-            holders = self._holders.get(hashes[first + units - 1])
-            if holders:
-                return PrefixMatch(full_pages, holders[0], units)
+            holder = self._holder.get(hashes[first + units - 1])
+            if holder is not None:
+                return PrefixMatch(full_pages, holder, units)
         return PrefixMatch(full_pages, None, 0)
 
     def is_cached(self, page: PageId) -> bool:
@@ -139,7 +141,8 @@ class PagePool:
     def publish(self, page: PageId, unit_hash: UnitHash) -> None:
         """Make the page's next unit findable; units of a page are published in order of their offset."""
         self._units[page].append(unit_hash)
-        self._holders.setdefault(unit_hash, []).append(page)
+        if self._holder.setdefault(unit_hash, page) != page:
+            self._other_holders.setdefault(unit_hash, {})[page] = None
 
     def withdraw(self, page: PageId) -> None:
         """Make what the page holds unfindable; whoever uses it goes on using it."""
@@ -150,10 +153,17 @@ class PagePool:
 
     def _forget_units(self, page: PageId) -> None:
         for unit_hash in self._units[page]:
-            holders = self._holders[unit_hash]
-            holders.remove(page)
-            if not holders:
-                del self._holders[unit_hash]
+            others = self._other_holders.get(unit_hash)
+            if self._holder[unit_hash] != page:
+                assert others is not None  # publish() put it there
+                del others[page]
+            elif others:
+                self._holder[unit_hash] = next(iter(others))
+                del others[self._holder[unit_hash]]
+            else:
+                del self._holder[unit_hash]
+            if others is not None and not others:
+                del self._other_holders[unit_hash]
         self._units[page].clear()
 
     def adopt(self, residents: Iterable[PageUnits]) -> None:

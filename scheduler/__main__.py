@@ -20,6 +20,7 @@ from observability.tracing import Tracer, setup_tracing
 from scheduler.active import Tenure
 from scheduler.lease import Lease
 from wire import keys
+from wire.collector import calm_collector
 from wire.config import SchedulerConfig, load
 from wire.errors import MeshError
 from wire.redis_client import open_redis
@@ -94,6 +95,7 @@ def main() -> int:
         config = load(SchedulerConfig, os.environ)
         setup_logging("scheduler", config.cell.log_level)
         tracer = setup_tracing("scheduler", os.environ)
+        calm_collector()
     except (MeshError, ValueError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 2

@@ -19,9 +19,9 @@ class DispatchPlan:
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PublishReply:
-    """Hand tokens, or the end of one choice, to the gateway that owns the request."""
+    """Hand tokens, or the end of one choice, to the gateway that owns the request. Not frozen: one for every token."""
 
     gateway_id: GatewayId
     item: TokensReply | ChoiceReply

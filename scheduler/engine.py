@@ -30,17 +30,17 @@ from scheduler.events import (
 )
 from scheduler.policy.batching import PlanBuilder, publish_units
 from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
-from scheduler.policy.placement import Placement, choose, fits_ever, place
+from scheduler.policy.placement import Placement, choose, fits_ever, occupy, place, too_large
 from scheduler.policy.tie_breaker import TieBreaker
 from scheduler.request_book import RequestBook
 from scheduler.sequence import MAX_FAULTS, LiveRequest, SeqState, Sequence
 from scheduler.stats import EngineStats, PrefillRate, WorkerStats
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
-from wire.entries import ChoiceReply, TerminalReply, TokensReply
-from wire.errors import ContextLengthExceeded, KVCapacityExceeded, MeshError, StepFailed, WorkerLost
-from wire.ids import Fence, SeqId, WorkerId
-from wire.plan import ModelCard, PageCopy, Progress, Release, StepReport
+from wire.entries import ChoiceReply, TokensReply
+from wire.errors import MeshError, StepFailed, WorkerLost
+from wire.ids import UNIT_TOKENS, Fence, SeqId, WorkerId
+from wire.plan import ModelCard, Progress, Release, StepReport
 from wire.sampling import FinishReason
 
 
@@ -62,6 +62,7 @@ class Engine:
         self._num_preemptions = 0
         self._num_displaced = 0
         self._no_worker_since_s: float | None = None
+        self._has_faults = False  # some request may have some
         self._fence_lost = False
         self._now = 0.0
         self._commands: list[Command] = []
@@ -103,7 +104,6 @@ class Engine:
         workers = [
             WorkerStats(w.worker_id, len(w.running), w.pool.num_pages, w.pool.counts()) for w in self._workers.values()
         ]
-        waiting_tokens = sum(len(seq.tokens) for seq in self._queue)
         longest = max((w.capacity_slots for w in self._workers.values()), default=0)
         return EngineStats(
             waiting=len(self._queue),
@@ -113,7 +113,7 @@ class Engine:
             workers=workers,
             model=self._model,
             max_request_tokens=longest + 1 if longest else 0,
-            predicted_drain_s=self._rate.drain_s(waiting_tokens, len(workers)),
+            predicted_drain_s=self._rate.drain_s(self._queue.waiting_tokens, len(workers)),
         )
 
     # -- requests come and go --------------------------------------------------------------------------------------
@@ -193,21 +193,9 @@ class Engine:
             self._release_siblings(request)
 
     def _finish(self, request: LiveRequest, error: MeshError | None = None) -> None:
-        request.timeline.finished_s = self._now
-        stats, timeline = request.stats, request.timeline
-        stats.output_tokens = sum(seq.num_output for seq in request.sequences)
-        if request.stalled_since_s is not None:
-            stats.stall_s += self._now - request.stalled_since_s
-        if timeline.first_token_s is not None:
-            stats.decode_s = max(0.0, self._now - timeline.first_token_s - stats.stall_s)
-        terminal = TerminalReply(
-            request.spec.request_id,
-            error_code=error.code if error else None,
-            error_message=error.message if error else None,
-            retry_after_s=error.retry_after_s if error else None,
-            stats=stats,
-        )
-        finish = FinishRequest(request.spec.gateway_id, request.spec.request_id, terminal, timeline)
+        terminal = request.terminal(self._now, error)
+        finish = FinishRequest(request.spec.gateway_id, request.spec.request_id, terminal, request.timeline)
+        request.sequences = []  # they name their request too: without the circle both are freed at once
         self._book.end(finish)
         self._commands.append(finish)
 
@@ -224,7 +212,7 @@ class Engine:
         if known is not None:
             self._lose_worker(known, WorkerLost(f"worker {known.worker_id} started again"))
         self._model = event.info.model
-        self._workers[event.info.worker_id] = WorkerView(event.info, event.residents)
+        self._workers[event.info.worker_id] = WorkerView(event.info, event.residents, self._config)
         self._no_worker_since_s = None
 
     def _lose_worker(self, worker: WorkerView, error: MeshError) -> None:
@@ -244,6 +232,7 @@ class Engine:
         suspects = [request for request in present if request.is_suspect]
         for request in suspects or present:
             request.faults += 1
+            self._has_faults = True
             if request.faults >= MAX_FAULTS:
                 self._end_request(request, FinishReason.ERROR, error)
 
@@ -268,7 +257,7 @@ class Engine:
     def _take_off_worker(self, seq: Sequence, *, worker_knows: bool = False) -> None:
         worker = seq.worker
         assert worker is not None
-        del worker.running[seq.seq_id]
+        worker.remove(seq)
         if not worker_knows:
             worker.pending_releases.append(Release(seq.seq_id, seq.incarnation))
         worker.pool.release(reversed(seq.pages))
@@ -278,8 +267,7 @@ class Engine:
         seq.leave_worker()
         seq.requeued = True
         seq.queued_s = self._now
-        if seq.request.timeline.first_token_s is not None and seq.request.stalled_since_s is None:
-            seq.request.stalled_since_s = self._now
+        seq.request.note_stall(self._now)
         self._queue.push(seq)
         self._queue.leave(seq)
 
@@ -289,38 +277,43 @@ class Engine:
         if report.failure is not None:
             self._lose_worker(worker, StepFailed(f"a step failed on {worker.worker_id}: {report.failure}"))
             return
-        if not worker.accept_report(report):
+        flight = worker.accept_report(report)
+        if flight is None:
             return
         if report.timing is not None:
             self._rate.add(report.timing)
+            if report.step == 0:
+                worker.step_time.observe(flight.plan.prefill_chunks, report.timing)
+        running = worker.running
         for progress in report.progress:
-            seq = worker.running.get(progress.seq_id)
+            seq = running.get(progress.seq_id)
             if seq is not None and seq.incarnation == progress.incarnation:
                 self._advance(worker, seq, progress)
         self._to_plan[worker.worker_id] = None
 
     def _advance(self, worker: WorkerView, seq: Sequence, progress: Progress) -> None:
-        seq.num_computed = max(seq.num_computed, progress.num_computed)
+        if progress.num_computed > seq.num_computed:
+            seq.num_computed = progress.num_computed
         if progress.tokens and not self._append_tokens(seq, progress):
             # The worker is ahead of what we were told: start over from the tokens we know.
             self._take_off_worker(seq)
             self._requeue(seq)
             return
-        publish_units(worker, seq, seq.num_computed)
-        match progress.finish_reason:
-            case None:
-                pass
-            case FinishReason.ERROR:
-                for page in seq.pages[seq.num_shared_pages :]:
-                    worker.pool.withdraw(page)
-                error = StepFailed(progress.error or "the worker could not go on with this sequence")
-                self._end_request(seq.request, FinishReason.ERROR, error)
-            case reason:
-                self._end_choice(seq, reason, by_worker=True)
+        if seq.num_computed >= (seq.num_published + 1) * UNIT_TOKENS:
+            publish_units(worker, seq, seq.num_computed)
+        if seq.num_computed >= seq.renew_at:
+            worker.watch_grant(seq)
+        if progress.finish_reason is FinishReason.ERROR:
+            for page in seq.pages[seq.num_shared_pages :]:
+                worker.pool.withdraw(page)
+            error = StepFailed(progress.error or "the worker could not go on with this sequence")
+            self._end_request(seq.request, FinishReason.ERROR, error)
+        elif progress.finish_reason is not None:
+            self._end_choice(seq, progress.finish_reason, by_worker=True)
 
     def _append_tokens(self, seq: Sequence, progress: Progress) -> bool:
         """Take the tokens we do not have yet; False when there is a gap before them."""
-        request, tokens, logprobs = seq.request, progress.tokens, progress.logprobs
+        tokens, logprobs = progress.tokens, progress.logprobs
         known = len(seq.tokens)
         repeated = known - (progress.num_computed + 1 - len(tokens))
         if repeated < 0:
@@ -331,13 +324,14 @@ class Engine:
         if not tokens:
             return True
         seq.tokens += tokens
-        request.faults = 0
         self._queue.charge(seq, OUTPUT_WEIGHT * len(tokens))
-        if request.timeline.first_token_s is None:
-            request.timeline.first_token_s = self._now
-            request.stats.prefill_s = self._now - request.timeline.admissions[0].admitted_s
-        item = TokensReply(request.spec.request_id, seq.choice, known - seq.num_prompt, tokens, logprobs)
-        self._commands.append(PublishReply(request.spec.gateway_id, item))
+        if self._has_faults:
+            seq.request.faults = 0
+        if not seq.has_streamed:
+            seq.has_streamed = True
+            seq.request.note_first_token(self._now)
+        item = TokensReply(seq.request_id, seq.choice, known - seq.num_prompt, tokens, logprobs)
+        self._commands.append(PublishReply(seq.gateway_id, item))
         return True
 
     # -- placing and planning --------------------------------------------------------------------------------------
@@ -364,7 +358,7 @@ class Engine:
             if placements:
                 self._admit(seq, choose(placements, self._break_tie), placements)
             elif not any(fits_ever(seq, w) for w in self._workers.values()):
-                self._end_request(seq.request, FinishReason.ERROR, self._too_large(seq))
+                self._end_request(seq.request, FinishReason.ERROR, too_large(seq, self._workers.values()))
             else:
                 return
 
@@ -382,60 +376,20 @@ class Engine:
             self._end_choice(seq, FinishReason.LENGTH)
         return seq.state is SeqState.FINISHED
 
-    def _too_large(self, seq: Sequence) -> MeshError:
-        max_tokens = seq.request.spec.sampling.max_tokens
-        wanted = f"prompt of {seq.num_prompt} tokens + max_tokens {max_tokens}"
-        longest = max(w.info.model.max_model_len for w in self._workers.values())
-        if seq.num_prompt + max_tokens > longest:
-            return ContextLengthExceeded(f"{wanted} exceeds the model's {longest} tokens", param="max_tokens")
-        capacity = max(w.capacity_slots for w in self._workers.values())
-        return KVCapacityExceeded(f"{wanted} exceeds the KV pool's {capacity} tokens", param="max_tokens")
-
     def _admit(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> None:
-        worker, pool = chosen.worker, chosen.worker.pool
-        self._queue.pop(seq)
-        for page in chosen.shared_pages:
-            pool.acquire(page)
-        if chosen.copy_source is not None:
-            pool.acquire(chosen.copy_source)
-        fresh = pool.allocate(chosen.num_fresh_pages)
-        if chosen.copy_source is not None:
-            num_slots = chosen.num_cached - len(chosen.shared_pages) * worker.page_size
-            worker.pending_copies.append(PageCopy(chosen.copy_source, fresh[0], num_slots))
-            worker.pending_pins.append(chosen.copy_source)
-        seq.state = SeqState.RUNNING
-        seq.worker = worker
-        seq.incarnation += 1
-        seq.pages = chosen.shared_pages + fresh
-        seq.num_shared_pages = len(chosen.shared_pages)
-        seq.num_cached = seq.num_dispatched = seq.num_computed = chosen.num_cached
-        seq.prefill_end = len(seq.tokens)
-        seq.num_published = len(chosen.shared_pages) * pool.units_per_page
-        worker.running[seq.seq_id] = seq
-        self._to_plan[worker.worker_id] = None
-        self._note_admission(seq, chosen, placements)
-
-    def _note_admission(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> None:
-        request = seq.request
-        request.timeline.admissions.append(
-            Admission(
-                choice=seq.choice,
-                queued_s=seq.queued_s,
-                admitted_s=self._now,
-                worker_id=chosen.worker.worker_id,
-                cached_tokens=chosen.num_cached,
-                candidates=tuple(p.candidate for p in placements),
-                resumed=seq.requeued,
-            )
+        admission = Admission(
+            choice=seq.choice,
+            queued_s=seq.queued_s,
+            admitted_s=self._now,
+            worker_id=chosen.worker.worker_id,
+            cached_tokens=chosen.num_cached,
+            candidates=tuple(p.candidate for p in placements),
+            resumed=seq.requeued,
         )
-        stats = request.stats
-        stats.worker_id = chosen.worker.worker_id
-        if request.stalled_since_s is not None:
-            stats.stall_s += self._now - request.stalled_since_s
-            request.stalled_since_s = None
+        self._queue.pop(seq)
+        occupy(seq, chosen)
+        self._to_plan[chosen.worker.worker_id] = None
+        seq.request.note_admission(admission)
         if not seq.requeued:
             uncached = len(seq.tokens) - chosen.num_cached
             self._queue.charge(seq, INPUT_WEIGHT * uncached + CACHED_WEIGHT * chosen.num_cached)
-        if len(request.timeline.admissions) == 1:
-            stats.queue_s = self._now - request.timeline.arrived_s
-            stats.cached_tokens = chosen.num_cached

@@ -13,13 +13,16 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvstore.prefix_hash import chain
-from scheduler.commands import Timeline
+from scheduler.commands import Admission, Timeline
 from scheduler.events import Request
-from wire.entries import RequestStats
-from wire.ids import UNIT_TOKENS, PageId, SeqId, UnitHash
+from wire.entries import RequestStats, TerminalReply
+from wire.errors import MeshError
+from wire.ids import UNIT_TOKENS, GatewayId, PageId, RequestId, SeqId, UnitHash
+from wire.plan import Decode
 from wire.sampling import FinishReason
 
 if TYPE_CHECKING:
+    from scheduler.policy.fair_queue import Tenant
     from scheduler.worker_view import WorkerView
 
 
@@ -33,32 +36,49 @@ class SeqState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
+    """First what every token needs, side by side: with thousands of sequences, each cache line counts."""
+
     seq_id: SeqId
     request: LiveRequest
     choice: int
     tokens: list[int]
     num_prompt: int
+    request_id: RequestId = field(init=False)
+    gateway_id: GatewayId = field(init=False)
+    incarnation: int = 0
+    """Counts admissions; reports of an older one are stale."""
+    num_computed: int = 0
+    num_published: int = 0
+    """Units of `hashes` findable in the worker's pool through this sequence's own pages."""
+    renew_at: int = 0
+    """Position at which WorkerView.watch_grant looks at the grant again."""
+    has_streamed: bool = False
+    """A token of it was published, by this engine."""
+    tenant: Tenant | None = None
+    """Whose queue it was pushed to, and who is charged; None until then."""
+
     state: SeqState = SeqState.WAITING
     queued_s: float = 0.0
     finish_reason: FinishReason | None = None
-
-    incarnation: int = 0
-    """Counts admissions; reports of an older one are stale."""
     worker: WorkerView | None = None
     pages: list[PageId] = field(default_factory=list)
+    granted_slots: int = 0
+    """KV slots of `pages`: the worker never runs past them."""
+    decode: Decode = field(default_factory=lambda: Decode(SeqId(0), 0))
+    """While it runs: its entry in a plan that grants it nothing, the same one in every plan of an incarnation."""
     num_shared_pages: int = 0
     """The first of `pages`, shared by reference."""
     num_cached: int = 0
     num_dispatched: int = 0
     prefill_end: int = 0
     """Tokens known at admission: all of them are prefilled, the last one samples."""
-    num_computed: int = 0
     hashes: list[UnitHash] = field(default_factory=list)
     """Of every full unit of `tokens` known so far."""
-    num_published: int = 0
-    """Units of `hashes` findable in the worker's pool through this sequence's own pages."""
     requeued: bool = False
     """Was admitted before; goes first in its tenant's queue and is not charged again."""
+
+    def __post_init__(self) -> None:
+        self.request_id, self.gateway_id = self.request.spec.request_id, self.request.spec.gateway_id
 
     @property
     def num_output(self) -> int:
@@ -78,10 +98,6 @@ class Sequence:
         """First position a decode may run at next, as far as known: a dispatched prefill counts as run."""
         return max(self.num_computed, self.num_dispatched)
 
-    @property
-    def granted_slots(self) -> int:
-        return len(self.pages) * self.worker.page_size if self.worker else 0
-
     def unit_hashes(self) -> list[UnitHash]:
         """Hashes of all full units of the tokens known now; only new ones are computed."""
         if (len(self.hashes) + 1) * UNIT_TOKENS <= len(self.tokens):
@@ -94,6 +110,7 @@ class Sequence:
         self.state = SeqState.WAITING
         self.worker = None
         self.pages = []
+        self.granted_slots = self.renew_at = 0
         self.num_shared_pages = self.num_cached = self.num_published = 0
         self.num_dispatched = self.prefill_end = self.num_computed = 0
 
@@ -122,3 +139,41 @@ class LiveRequest:
     @property
     def is_suspect(self) -> bool:
         return self.faults >= SUSPECT_FAULTS
+
+    def note_admission(self, admission: Admission) -> None:
+        self.timeline.admissions.append(admission)
+        self.stats.worker_id = admission.worker_id
+        if self.stalled_since_s is not None:
+            self.stats.stall_s += admission.admitted_s - self.stalled_since_s
+            self.stalled_since_s = None
+        if len(self.timeline.admissions) == 1:
+            self.stats.queue_s = admission.admitted_s - self.timeline.arrived_s
+            self.stats.cached_tokens = admission.cached_tokens
+
+    def note_first_token(self, now: float) -> None:
+        """The first token of one of its choices."""
+        if self.timeline.first_token_s is None:
+            self.timeline.first_token_s = now
+            self.stats.prefill_s = now - self.timeline.admissions[0].admitted_s
+
+    def note_stall(self, now: float) -> None:
+        """One of its sequences waits again: a stall, if the client has read something already."""
+        if self.timeline.first_token_s is not None and self.stalled_since_s is None:
+            self.stalled_since_s = now
+
+    def terminal(self, now: float, error: MeshError | None) -> TerminalReply:
+        """It is over, with `error` if that is why."""
+        stats, timeline = self.stats, self.timeline
+        timeline.finished_s = now
+        stats.output_tokens = sum(seq.num_output for seq in self.sequences)
+        if self.stalled_since_s is not None:
+            stats.stall_s += now - self.stalled_since_s
+        if timeline.first_token_s is not None:
+            stats.decode_s = max(0.0, now - timeline.first_token_s - stats.stall_s)
+        return TerminalReply(
+            self.spec.request_id,
+            error_code=error.code if error else None,
+            error_message=error.message if error else None,
+            retry_after_s=error.retry_after_s if error else None,
+            stats=stats,
+        )

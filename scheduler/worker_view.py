@@ -1,13 +1,25 @@
-"""One worker as the engine sees it: its pool, its running sequences, its plans in flight. Pure."""
+"""One worker as the engine sees it: its pool, its running sequences, its plans in flight. Pure.
+
+A report touches only the sequences it names; what else a plan must know is kept up to date as they change:
+
+    running    prefilling: chunks left to send  ─▸  decoding: stepped by every plan
+    grants     | … enough for a lease | renewable: fewer slots left than a lease | urgent: fewer than half a lease |
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from kvstore.page_pool import PagePool
+from scheduler.policy.step_time import StepTimeModel
 from scheduler.sequence import Sequence
+from wire.config import BatchingConfig
 from wire.ids import PageId, PlanId, SeqId
-from wire.plan import PageCopy, PageUnits, Release, StepPlan, StepReport, WorkerInfo
+from wire.plan import Decode, PageCopy, PageGrant, PageUnits, Release, StepPlan, StepReport, WorkerInfo
+
+NEVER = 1 << 62
+"""A position that no sequence reaches."""
 
 
 @dataclass(slots=True)
@@ -20,20 +32,30 @@ class InFlightPlan:
 
 
 class WorkerView:
-    def __init__(self, info: WorkerInfo, residents: list[PageUnits]) -> None:
+    def __init__(self, info: WorkerInfo, residents: list[PageUnits], config: BatchingConfig) -> None:
         self.info = info
         self.worker_id = info.worker_id
         self.epoch = info.epoch
         self.page_size = info.page_size
         self.pool = PagePool(info.num_pages, info.page_size, info.unit_tokens)
         self.pool.adopt(residents)
-        self.running: dict[SeqId, Sequence] = {}  # in order of admission
+        self.step_time = StepTimeModel()
+        self.running: dict[SeqId, Sequence] = {}  # in order of admission, as `prefilling` is
+        self.prefilling: dict[SeqId, Sequence] = {}
+        self.decoding: dict[SeqId, Sequence] = {}  # where they take turns: least recently stepped first
+        self.queued_prefill_tokens = 0
+        """Of `prefilling`, not yet sent."""
+        self.renewable: dict[SeqId, Sequence] = {}
+        self.urgent: dict[SeqId, Sequence] = {}
         self.in_flight: list[InFlightPlan] = []  # oldest first
         self.pending_releases: list[Release] = []
         self.pending_copies: list[PageCopy] = []
         self.pending_pins: list[PageId] = []
         self.admission_barrier: PlanId | None = None
         """Plan that preempted: nothing is admitted until it is reported."""
+        self.slots_ahead = config.max_lease_steps + config.max_queued_plans
+        """Steps a decode may take before a plan sent now is looked at again: a lease and the plans in flight before."""
+        self.half_lease = config.max_lease_steps // 2
 
     @property
     def capacity_slots(self) -> int:
@@ -43,13 +65,86 @@ class WorkerView:
     def num_step_plans(self) -> int:
         return sum(1 for f in self.in_flight if f.plan.max_steps)
 
-    @property
-    def queued_prefill_tokens(self) -> int:
-        return sum(s.prefill_end - s.num_dispatched for s in self.running.values() if s.is_prefilling)
+    # -- sequences -------------------------------------------------------------------------------------------------
 
-    @property
-    def num_decodes(self) -> int:
-        return sum(1 for s in self.running.values() if not s.is_prefilling)
+    def admit(self, seq: Sequence) -> None:
+        """Run a sequence that holds its pages; nothing of it was dispatched."""
+        seq.decode = Decode(seq.seq_id, seq.incarnation)
+        seq.renew_at = NEVER
+        self.running[seq.seq_id] = self.prefilling[seq.seq_id] = seq
+        self.queued_prefill_tokens += seq.prefill_end - seq.num_dispatched
+
+    def remove(self, seq: Sequence) -> None:
+        """A running sequence ended or is preempted; its pages are the caller's business."""
+        del self.running[seq.seq_id]
+        if self.prefilling.pop(seq.seq_id, None) is not None:
+            self.queued_prefill_tokens -= seq.prefill_end - seq.num_dispatched
+        else:
+            del self.decoding[seq.seq_id]
+            self.renewable.pop(seq.seq_id, None)
+            self.urgent.pop(seq.seq_id, None)
+
+    def dispatched(self, seq: Sequence, num_tokens: int) -> None:
+        """The next tokens of a prefilling sequence are in a plan."""
+        seq.num_dispatched += num_tokens
+        self.queued_prefill_tokens -= num_tokens
+
+    def start_decoding(self, seq: Sequence) -> None:
+        """All of a sequence's prefill is in plans: from the next plan on it decodes."""
+        del self.prefilling[seq.seq_id]
+        self.decoding[seq.seq_id] = seq
+        self.watch_grant(seq)
+
+    def rotate(self, stepped: Iterable[SeqId]) -> None:
+        """These decodes are in a plan that has no room for all: next time the others go first."""
+        for seq_id in stepped:
+            self.decoding[seq_id] = self.decoding.pop(seq_id)
+
+    # -- grants ----------------------------------------------------------------------------------------------------
+
+    def watch_grant(self, seq: Sequence) -> None:
+        """Sort a decode in by the slots it has left, and note at which position to do so again."""
+        left = seq.granted_slots - seq.next_position
+        if seq.granted_slots >= seq.max_slots:
+            seq.renew_at = NEVER
+        elif left >= self.slots_ahead:
+            seq.renew_at = seq.granted_slots - self.slots_ahead + 1
+        elif left > self.half_lease:
+            self.renewable[seq.seq_id] = seq
+            seq.renew_at = seq.granted_slots - self.half_lease
+        else:
+            self.renewable[seq.seq_id] = self.urgent[seq.seq_id] = seq
+            seq.renew_at = NEVER
+
+    def renew_grants(self, stepped: Container[SeqId]) -> dict[SeqId, Decode]:
+        """Plan entries with pages for a lease and the steps in flight before it, for those of the decodes that need
+        them, as far as the pool has them: the most urgent first."""
+        renewed: dict[SeqId, Decode] = {}
+        for seq_id, seq in (self.urgent | self.renewable).items():
+            if seq_id not in stepped:
+                continue
+            slots = min(seq.next_position + self.slots_ahead, seq.max_slots)
+            count = min(-(-slots // self.page_size) - len(seq.pages), self.pool.num_available)
+            if not count:
+                break
+            renewed[seq_id] = Decode(seq_id, seq.incarnation, self._grant_pages(seq, count))
+            del self.renewable[seq_id]
+            self.urgent.pop(seq_id, None)
+            self.watch_grant(seq)
+        return renewed
+
+    def _grant_pages(self, seq: Sequence, count: int) -> PageGrant:
+        first = len(seq.pages)
+        fresh = self.pool.allocate(count)
+        seq.pages += fresh
+        seq.granted_slots = len(seq.pages) * self.page_size
+        return PageGrant(first, fresh, seq.granted_slots)
+
+    def num_stalled(self) -> int:
+        """Decodes that stand at their last granted slot and need one more page to go on."""
+        return sum(1 for seq in self.urgent.values() if seq.num_computed >= seq.granted_slots)
+
+    # -- plans -----------------------------------------------------------------------------------------------------
 
     def lease_left(self) -> int:
         """Steps the newest plan in flight may still run; 0 when none is in flight."""
@@ -58,18 +153,19 @@ class WorkerView:
                 return flight.plan.max_steps - flight.next_step
         return 0
 
-    def accept_report(self, report: StepReport) -> bool:
-        """Advance the plans in flight. False for a report that is late, repeated or not ours: ignore it whole."""
+    def accept_report(self, report: StepReport) -> InFlightPlan | None:
+        """Advance the plans in flight; the report's own. None for one that is late, repeated or not ours: ignore it."""
         position = next((i for i, f in enumerate(self.in_flight) if f.plan.plan_id == report.plan_id), None)
         if position is None or report.step < self.in_flight[position].next_step:
-            return False
+            return None
         # Plans run in order: a report of a later plan means every earlier one is over.
         over = position + 1 if report.plan_done else position
-        self.in_flight[position].next_step = report.step + 1
+        reported = self.in_flight[position]
+        reported.next_step = report.step + 1
         for flight in self.in_flight[: position + 1]:
             self.pool.release(flight.pinned)
             flight.pinned = []
         del self.in_flight[:over]
         if self.admission_barrier is not None and report.plan_id >= self.admission_barrier:
             self.admission_barrier = None
-        return True
+        return reported

@@ -138,10 +138,22 @@ class BatchingConfig:
     step_token_budget: int = env(
         "STEP_TOKEN_BUDGET",
         128,
-        "Tokens one step may process: a step of that many bounds ITL and cancels; GPUs want 2048 or more.",
+        "Tokens one step may process at most, whatever the ITL target; GPUs want 2048 or more.",
         minimum=2,
     )
+    itl_target_ms: float = env(
+        "ITL_TARGET_MS",
+        120.0,
+        "Inter-token latency that prefill beside decodes is cut to: the step budget follows it; inf: it does not.",
+        minimum=1,
+    )
     min_chunk_tokens: int = env("MIN_CHUNK_TOKENS", 16, "Smallest prefill chunk worth a place in a step.", minimum=1)
+    max_running: int | None = env(
+        "MAX_RUNNING",
+        None,
+        "Sequences a worker runs at once; default: the step budget less one minimum chunk. More than fit take turns.",
+        minimum=1,
+    )
     max_lease_steps: int = env("MAX_LEASE_STEPS", 16, "Steps a worker may repeat one plan.", minimum=1)
     max_queued_plans: int = env(
         "MAX_QUEUED_PLANS", 2, "Plans in flight per worker: one running, the rest queued.", minimum=1

@@ -10,7 +10,16 @@ from collections.abc import Mapping
 
 from phasemesh.cli.options import Subparsers, add_command, add_option
 from phasemesh.state import StateDir, wait_for_exit
-from wire.config import CellConfig, GatewayConfig, LauncherConfig, ModelConfig, SimulationConfig, WorkerConfig, load
+from wire.config import (
+    BatchingConfig,
+    CellConfig,
+    GatewayConfig,
+    LauncherConfig,
+    ModelConfig,
+    SimulationConfig,
+    WorkerConfig,
+    load,
+)
 
 DOWN_TIMEOUT_S = 60.0
 
@@ -46,6 +55,7 @@ def add(subparsers: Subparsers) -> None:
     add_option(parser, "--state-dir", LauncherConfig, "state_dir", "D")
     add_option(parser, "--weight-dtype", WorkerConfig, "weight_dtype", "TYPE")
     add_option(parser, "--simulate", SimulationConfig, "simulate", "on|off")
+    add_option(parser, "--itl-target-ms", BatchingConfig, "itl_target_ms", "MS")
     down = add_command(subparsers, "down", run_down, "Stop the running stack.", DOWN)
     add_option(down, "--state-dir", LauncherConfig, "state_dir", "D")
 

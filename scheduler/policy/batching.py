@@ -1,26 +1,32 @@
 """What a worker runs next: decodes first, then prefill chunks up to the step's token budget. Pure.
 
-    one step   | decode | decode | … | chunk of A ……… | chunk of B … |   ≤ step_token_budget tokens
+    one step   | decode | decode | … | chunk of A ……… | chunk of B … |   ≤ step_token_budget tokens, ≤ itl_target_ms
 
+More decodes than the budget holds take turns, step by step, beside one minimum chunk where there is prefill to do.
 A worker repeats a plan's decodes by itself for up to max_lease_steps, so a plan is sent only when it differs from
-"repeat": there is a chunk to run, something to release, pages to grant, or the lease runs out.
+"repeat": there is a chunk to run, something to release, pages to grant, or the lease runs out. Chunks run in a plan's
+first step only, so that is the step whose time the target bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
+from math import isfinite
 
 from scheduler.policy.placement import min_chunk_tokens
+from scheduler.policy.step_time import StepWork
 from scheduler.sequence import Sequence
 from scheduler.worker_view import InFlightPlan, WorkerView
 from wire.config import BatchingConfig
-from wire.ids import UNIT_TOKENS, Fence, PlanId
+from wire.ids import UNIT_TOKENS, Fence, PlanId, SeqId
 from wire.plan import Child, Decode, PageGrant, PrefillChunk, SequenceStart, StepPlan
 
 
 class PlanBuilder:
     def __init__(self, config: BatchingConfig, fence: Fence, preempt: Callable[[Sequence], None]) -> None:
         self._config = config
+        self._target_us = 1000.0 * config.itl_target_ms if isfinite(config.itl_target_ms) else None
         self._fence = fence
         self._preempt = preempt
         self._min_chunk = min_chunk_tokens(config)
@@ -31,13 +37,19 @@ class PlanBuilder:
         if worker.num_step_plans >= self._config.max_queued_plans:
             return self._send(worker, [], [], max_steps=0) if worker.pending_releases else None
         preempted = self._make_room_for_decodes(worker)
-        decodes = [seq for seq in worker.running.values() if not seq.is_prefilling]
-        chunks = self._cut_chunks(worker, self._config.step_token_budget - len(decodes))
-        if not (chunks or worker.pending_releases or self._repeat_is_short(worker, decodes)):
+        stepped = self._next_decodes(worker)
+        takes_turns = len(stepped) < len(worker.decoding)
+        is_short = bool(stepped) and (takes_turns or self._repeat_is_short(worker))
+        chunks, joining = self._cut_chunks(worker, len(stepped)) if worker.prefilling else ([], [])
+        if not (chunks or worker.pending_releases or is_short):
             return None
-        entries = [Decode(seq.seq_id, seq.incarnation, self._top_up(worker, seq)) for seq in decodes]
-        max_steps = self._config.max_lease_steps if entries or chunks else 0
-        plan = self._send(worker, chunks, entries, max_steps)
+        decodes = self._decode_entries(worker, stepped)
+        if takes_turns:
+            worker.rotate(stepped)
+        for seq in joining:
+            worker.start_decoding(seq)
+        lease = 1 if takes_turns else self._config.max_lease_steps
+        plan = self._send(worker, chunks, decodes, lease if decodes or chunks else 0)
         if preempted:
             worker.admission_barrier = plan.plan_id
         return plan
@@ -66,52 +78,55 @@ class PlanBuilder:
     def _make_room_for_decodes(self, worker: WorkerView) -> bool:
         """Preempt until every decode that stands at its last granted slot can have one more page."""
         preempted = False
-        while True:
-            stalled = [s for s in worker.running.values() if not s.is_prefilling and _at_its_limit(s)]
-            if len(stalled) <= worker.pool.num_available or len(worker.running) == 1:
-                return preempted
+        while worker.num_stalled() > worker.pool.num_available and len(worker.running) > 1:
             self._preempt(min(worker.running.values(), key=_preempted_first))
             preempted = True
+        return preempted
 
-    def _repeat_is_short(self, worker: WorkerView, decodes: list[Sequence]) -> bool:
+    def _repeat_is_short(self, worker: WorkerView) -> bool:
         """Whether the newest lease ends, or a decode reaches its last slot, within half a lease."""
-        if not decodes:
-            return False
-        half = self._config.max_lease_steps // 2
-        if worker.lease_left() <= half:
+        if worker.lease_left() <= worker.half_lease:
             return True
-        return worker.pool.num_available > 0 and any(
-            seq.granted_slots - seq.next_position <= half and seq.granted_slots < seq.max_slots for seq in decodes
-        )
+        return bool(worker.urgent) and worker.pool.num_available > 0
 
-    def _top_up(self, worker: WorkerView, seq: Sequence) -> PageGrant | None:
-        """Pages for a lease and the steps in flight before it, as far as the pool has them."""
-        ahead = self._config.max_lease_steps + self._config.max_queued_plans
-        slots = min(seq.next_position + ahead, seq.max_slots)
-        wanted = -(-slots // worker.page_size) - len(seq.pages)
-        count = min(wanted, worker.pool.num_available)
-        if count <= 0:
-            return None
-        return _grant(seq, count, worker)
+    def _next_decodes(self, worker: WorkerView) -> dict[SeqId, Sequence]:
+        """All, or as many as the budget holds beside one minimum chunk: those least recently stepped."""
+        room = self._config.step_token_budget - (self._min_chunk if worker.prefilling else 0)
+        return worker.decoding if len(worker.decoding) <= room else dict(islice(worker.decoding.items(), room))
+
+    def _decode_entries(self, worker: WorkerView, stepped: dict[SeqId, Sequence]) -> list[Decode]:
+        """Plan entries of decodes, with pages for a lease where they need them."""
+        renewed = worker.renew_grants(stepped)
+        if not renewed:
+            return [seq.decode for seq in stepped.values()]
+        return [renewed.get(seq_id) or seq.decode for seq_id, seq in stepped.items()]
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def _cut_chunks(self, worker: WorkerView, budget: int) -> list[PrefillChunk]:
-        """Chunks of the prefilling sequences, oldest admission first, cut to the budget."""
+    def _cut_chunks(self, worker: WorkerView, num_decodes: int) -> tuple[list[PrefillChunk], list[Sequence]]:
+        """Chunks of the prefilling sequences, oldest admission first, cut to the budget; and whose last one it is."""
         chunks: list[PrefillChunk] = []
-        for seq in worker.running.values():
+        joining: list[Sequence] = []
+        budget = self._config.step_token_budget - num_decodes
+        work = StepWork(num_decodes, decode_context=worker.step_time.decode_context)
+        for seq in worker.prefilling.values():
             left = seq.prefill_end - seq.num_dispatched
             count = min(left, budget)
-            if left <= 0:
-                continue
+            if self._target_us is not None:
+                fits = worker.step_time.chunk_that_fits(work, seq.num_dispatched, self._target_us)
+                # The first chunk is never smaller than the minimum: prefill does not wait for an easier target.
+                count = min(count, fits if chunks else max(fits, self._min_chunk))
             if count < min(left, self._min_chunk):
                 break
             chunks.append(_chunk(seq, count, first=seq.num_dispatched == seq.num_cached))
-            seq.num_dispatched += count
+            work.add_chunk(seq.num_dispatched, count)
+            worker.dispatched(seq, count)
             budget -= count
-        return chunks
+            if count == left:
+                joining.append(seq)
+        return chunks, joining
 
-    def _publish_dispatched(self, worker: WorkerView, chunks: list[PrefillChunk]) -> None:
+    def _publish_dispatched(self, worker: WorkerView, chunks: Iterable[PrefillChunk]) -> None:
         """Later plans of this worker may reuse what these chunks compute: they run in order."""
         for chunk in chunks:
             seq = worker.running[chunk.seq_id]
@@ -121,17 +136,6 @@ class PlanBuilder:
 def _preempted_first(seq: Sequence) -> tuple[int, int, int]:
     """Sorts the lowest priority first, then the latest arrival."""
     return seq.request.spec.priority, -seq.request.arrived_order, -seq.choice
-
-
-def _at_its_limit(seq: Sequence) -> bool:
-    return seq.num_computed >= seq.granted_slots and seq.granted_slots < seq.max_slots
-
-
-def _grant(seq: Sequence, count: int, worker: WorkerView) -> PageGrant:
-    first = len(seq.pages)
-    fresh = worker.pool.allocate(count)
-    seq.pages += fresh
-    return PageGrant(first, fresh, seq.granted_slots)
 
 
 def _chunk(seq: Sequence, num_tokens: int, *, first: bool) -> PrefillChunk:

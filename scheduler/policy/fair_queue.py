@@ -12,7 +12,7 @@ OLDEST_EVERY * (n + 1) admissions.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -52,21 +52,63 @@ class _Heap:
         return (seq for _, seq in self._entries if seq.state is SeqState.WAITING)
 
 
-@dataclass(slots=True)
-class _Tenant:
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """`service` is its counter: it only grows."""
+
+    name: str
+    number: int
+    """Counts tenants; decides between equal counters."""
     service: float = 0.0
     waiting: _Heap = field(default_factory=_Heap)
     num_waiting: int = 0
     num_running: int = 0
 
+    @property
+    def is_active(self) -> bool:
+        return bool(self.num_waiting or self.num_running)
+
+
+class _ByService:
+    """Tenants that are members, by their counter. An entry may be late, since counters only grow: it is put right, or
+    dropped, when it comes to the top."""
+
+    def __init__(self, is_member: Callable[[Tenant], bool]) -> None:
+        self._is_member = is_member
+        self._entries: list[tuple[float, int, Tenant]] = []
+        self._entered: set[Tenant] = set()
+
+    def enter(self, tenant: Tenant) -> None:
+        if tenant not in self._entered:
+            self._entered.add(tenant)
+            heapq.heappush(self._entries, (tenant.service, tenant.number, tenant))
+
+    def first(self) -> Tenant | None:
+        """The member with the smallest counter."""
+        while self._entries:
+            service, number, tenant = self._entries[0]
+            if not self._is_member(tenant):
+                heapq.heappop(self._entries)
+                self._entered.remove(tenant)
+            elif service < tenant.service:
+                heapq.heapreplace(self._entries, (tenant.service, number, tenant))
+            else:
+                return tenant
+        return None
+
 
 class FairQueue:
     def __init__(self) -> None:
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, Tenant] = {}
+        self._num_tenants = 0  # ever made
+        self._with_waiting = _ByService(lambda tenant: tenant.num_waiting > 0)
+        self._active = _ByService(lambda tenant: tenant.is_active)
         self._by_age = _Heap()
         self._num_waiting = 0
         self._pushes = 0
         self._pops = 0
+        self.waiting_tokens = 0
+        """Of all sequences that wait."""
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -78,18 +120,22 @@ class FairQueue:
     def push(self, seq: Sequence) -> None:
         """Queue a sequence; one that was running before goes to the front of its tenant's queue."""
         spec = seq.request.spec
-        tenant = self._tenants.setdefault(spec.tenant, _Tenant())
-        if not tenant.num_waiting and not tenant.num_running:
+        tenant = self._tenant(spec.tenant)
+        if not tenant.is_active:
             tenant.service = max(tenant.service, self._smallest_active_service())
         self._pushes += 1
         deadline = inf if spec.deadline_s is None else spec.deadline_s
         order = seq.request.arrived_order
         front: _Key = (0, 0, 0.0, order, self._pushes)
         key = front if seq.requeued else (1, -spec.priority, deadline, order, self._pushes)
+        seq.tenant = tenant
         tenant.num_waiting += 1
         self._num_waiting += 1
+        self.waiting_tokens += len(seq.tokens)
         tenant.waiting.push(key, seq, tenant.num_waiting)
         self._by_age.push(front, seq, self._num_waiting)
+        self._with_waiting.enter(tenant)
+        self._active.enter(tenant)
 
     def peek(self) -> Sequence | None:
         """The sequence to admit next; None when nothing waits."""
@@ -97,46 +143,59 @@ class FairQueue:
             return None
         if self._pops % OLDEST_EVERY == OLDEST_EVERY - 1:
             return self._by_age.first()
-        waiting = [t for t in self._tenants.values() if t.num_waiting]
-        return min(waiting, key=lambda tenant: tenant.service).waiting.first()
+        tenant = self._with_waiting.first()
+        assert tenant is not None  # somebody waits
+        return tenant.waiting.first()
 
     def pop(self, seq: Sequence) -> None:
         """The sequence that peek() gave is admitted: its state says so from now on."""
-        tenant = self._tenants[seq.request.spec.tenant]
+        tenant = _tenant_of(seq)
         tenant.num_waiting -= 1
         tenant.num_running += 1
         self._num_waiting -= 1
+        self.waiting_tokens -= len(seq.tokens)
         self._pops += 1
 
     def discard(self, seq: Sequence) -> None:
         """A waiting sequence ended: its state says so already."""
-        name = seq.request.spec.tenant
-        self._tenants[name].num_waiting -= 1
+        tenant = _tenant_of(seq)
+        tenant.num_waiting -= 1
         self._num_waiting -= 1
-        self._forget_if_idle(name)
+        self.waiting_tokens -= len(seq.tokens)
+        self._forget_if_idle(tenant)
 
     def leave(self, seq: Sequence) -> None:
         """A running sequence finished, or was taken off its worker (then push it first)."""
-        name = seq.request.spec.tenant
-        self._tenants[name].num_running -= 1
-        self._forget_if_idle(name)
+        tenant = _tenant_of(seq)
+        tenant.num_running -= 1
+        self._forget_if_idle(tenant)
 
     def charge(self, seq: Sequence, tokens: float) -> None:
         """Add weighted tokens of service to the tenant of a running sequence."""
-        self._tenants[seq.request.spec.tenant].service += tokens
+        _tenant_of(seq).service += tokens
 
-    def _active(self) -> list[_Tenant]:
-        return [t for t in self._tenants.values() if t.num_waiting or t.num_running]
+    def _tenant(self, name: str) -> Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            self._num_tenants += 1
+            tenant = self._tenants[name] = Tenant(name, self._num_tenants)
+        return tenant
 
     def _smallest_active_service(self) -> float:
-        return min((t.service for t in self._active()), default=0.0)
+        tenant = self._active.first()
+        return tenant.service if tenant is not None else 0.0
 
-    def _forget_if_idle(self, name: str) -> None:
+    def _forget_if_idle(self, tenant: Tenant) -> None:
         """Bound the table: an idle tenant is kept only while it is ahead of an active one."""
-        tenant = self._tenants[name]
-        if tenant.num_waiting or tenant.num_running:
+        if tenant.is_active:
             return
-        if not self._active():
+        first = self._active.first()
+        if first is None:
             self._tenants.clear()
-        elif tenant.service <= self._smallest_active_service():
-            del self._tenants[name]
+        elif tenant.service <= first.service:
+            del self._tenants[tenant.name]
+
+
+def _tenant_of(seq: Sequence) -> Tenant:
+    assert seq.tenant is not None  # it was pushed
+    return seq.tenant

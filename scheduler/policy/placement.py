@@ -7,14 +7,16 @@ tokens of the sequence   | shared by reference | copied | prefilled here … | l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from scheduler.commands import RouteCandidate
-from scheduler.sequence import Sequence
+from scheduler.sequence import SeqState, Sequence
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
+from wire.errors import ContextLengthExceeded, KVCapacityExceeded, MeshError
 from wire.ids import UNIT_TOKENS, PageId
+from wire.plan import PageCopy
 
 KV_PRESSURE_TOKENS = 256.0
 """What a full pool weighs, in prefill tokens."""
@@ -40,7 +42,9 @@ def min_chunk_tokens(config: BatchingConfig) -> int:
 
 
 def max_running(config: BatchingConfig) -> int:
-    """Sequences a worker may run: each may decode in every step, beside one minimum chunk."""
+    """Sequences a worker may run; unless configured, each may decode in every step, beside one minimum chunk."""
+    if config.max_running is not None:
+        return config.max_running
     return config.step_token_budget - min_chunk_tokens(config)
 
 
@@ -72,7 +76,7 @@ def place(seq: Sequence, worker: WorkerView, config: BatchingConfig) -> Placemen
         uncached_tokens=float(len(seq.tokens) - num_cached),
         queued_prefill_tokens=float(worker.queued_prefill_tokens),
         kv_pressure=KV_PRESSURE_TOKENS * worker.pool.counts().in_use / worker.pool.num_pages,
-        active_decodes=DECODE_TOKENS * worker.num_decodes,
+        active_decodes=DECODE_TOKENS * len(worker.decoding),
     )
     return Placement(worker, shared, source, num_cached, fresh, candidate)
 
@@ -97,6 +101,41 @@ def _has_room(worker: WorkerView, reused: list[PageId], fresh: int, config: Batc
     watermark = int(config.kv_watermark * pool.num_pages) if worker.running else 0
     newly_held = sum(1 for page in reused if pool.is_cached(page))
     return fresh + watermark <= pool.num_available - newly_held
+
+
+def occupy(seq: Sequence, chosen: Placement) -> None:
+    """Take the pages of a placement, and run the sequence on its worker."""
+    worker, pool = chosen.worker, chosen.worker.pool
+    for page in chosen.shared_pages:
+        pool.acquire(page)
+    if chosen.copy_source is not None:
+        pool.acquire(chosen.copy_source)
+    fresh = pool.allocate(chosen.num_fresh_pages)
+    if chosen.copy_source is not None:
+        num_slots = chosen.num_cached - len(chosen.shared_pages) * worker.page_size
+        worker.pending_copies.append(PageCopy(chosen.copy_source, fresh[0], num_slots))
+        worker.pending_pins.append(chosen.copy_source)
+    seq.state = SeqState.RUNNING
+    seq.worker = worker
+    seq.incarnation += 1
+    seq.pages = chosen.shared_pages + fresh
+    seq.granted_slots = len(seq.pages) * worker.page_size
+    seq.num_shared_pages = len(chosen.shared_pages)
+    seq.num_cached = seq.num_dispatched = seq.num_computed = chosen.num_cached
+    seq.prefill_end = len(seq.tokens)
+    seq.num_published = len(chosen.shared_pages) * pool.units_per_page
+    worker.admit(seq)
+
+
+def too_large(seq: Sequence, workers: Collection[WorkerView]) -> MeshError:
+    """Why no worker ever has room for a sequence."""
+    max_tokens = seq.request.spec.sampling.max_tokens
+    wanted = f"prompt of {seq.num_prompt} tokens + max_tokens {max_tokens}"
+    longest = max(worker.info.model.max_model_len for worker in workers)
+    if seq.num_prompt + max_tokens > longest:
+        return ContextLengthExceeded(f"{wanted} exceeds the model's {longest} tokens", param="max_tokens")
+    capacity = max(worker.capacity_slots for worker in workers)
+    return KVCapacityExceeded(f"{wanted} exceeds the KV pool's {capacity} tokens", param="max_tokens")
 
 
 def choose(placements: Iterable[Placement], break_tie: Callable[[int], int]) -> Placement:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from kvstore.prefix_hash import namespace, root_hash
 from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
 from scheduler.engine import Engine
 from scheduler.events import Event, Request, RequestArrived, StepReported, WorkerUp
+from scheduler.policy.step_time import StepWork
 from tests.engine.paged_worker import CARD, PagedWorker
 from wire.config import BatchingConfig
 from wire.entries import TokensReply
@@ -31,15 +34,25 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, **fields: An
 
 
 class Driver:
-    def __init__(self, *, pages: int = 32, page_size: int = 16, workers: int = 1, **config: Any) -> None:
-        self.config = BatchingConfig(**{"step_token_budget": 64, "min_chunk_tokens": 8, "kv_watermark": 0.0, **config})
+    def __init__(
+        self,
+        *,
+        pages: int = 32,
+        page_size: int = 16,
+        workers: int = 1,
+        step_us: Callable[[StepWork], float] = lambda work: 1000.0,
+        **config: Any,
+    ) -> None:
+        self.config = BatchingConfig(
+            **{"step_token_budget": 64, "min_chunk_tokens": 8, "kv_watermark": 0.0, "itl_target_ms": inf, **config}
+        )
         self.engine = Engine(self.config, no_worker_grace_s=4.0, routing_seed=0, fence=Fence(1))
         self.now = 0.0
         self.plans: list[StepPlan] = []
         self.outputs: defaultdict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, FinishRequest] = {}
         self.workers = {
-            WorkerId(f"w{i}"): PagedWorker(f"w{i}", pages, page_size, self.config.step_token_budget)
+            WorkerId(f"w{i}"): PagedWorker(f"w{i}", pages, page_size, self.config.step_token_budget, step_us=step_us)
             for i in range(workers)
         }
         for worker in self.workers.values():

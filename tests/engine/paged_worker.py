@@ -7,9 +7,11 @@ evicted or freed at the wrong moment shows up as a wrong digest, a position past
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.prefix_hash import chain
+from scheduler.policy.step_time import StepWork
 from wire.ids import UNIT_TOKENS, Epoch, PageId, SeqId, UnitHash, WorkerId
 from wire.plan import (
     ModelCard,
@@ -67,11 +69,23 @@ class _Sequence:
 class PagedWorker:
     """Runs plans exactly as design §4 says; the test decides when a step runs and when its report arrives."""
 
-    def __init__(self, worker_id: str, num_pages: int, page_size: int, step_budget: int, epoch: int = 1) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        num_pages: int,
+        page_size: int,
+        step_budget: int,
+        epoch: int = 1,
+        step_us: Callable[[StepWork], float] = lambda work: 1000.0,
+    ) -> None:
+        """step_us: how long a step of so much work takes, as reported; no time passes."""
         self.info = WorkerInfo(
             WorkerId(worker_id), Epoch(epoch), "both", "127.0.0.1:1", CARD, num_pages, page_size, UNIT_TOKENS
         )
         self.step_budget = step_budget
+        self.step_us = step_us
+        self.steps: list[tuple[StepWork, float]] = []
+        """What every step ran, and how long it took."""
         self.plans: deque[StepPlan] = deque()
         self.reports: deque[StepReport] = deque()
         self._sequences: dict[SeqId, _Sequence] = {}
@@ -79,6 +93,7 @@ class PagedWorker:
         self._units: dict[PageId, list[UnitHash]] = {PageId(p): [] for p in range(num_pages)}
         self._current: StepPlan | None = None
         self._step = 0
+        self._work_done = StepWork(0)
 
     @property
     def is_idle(self) -> bool:
@@ -108,8 +123,7 @@ class PagedWorker:
             return
         progress = self._run(plan, first=self._step == 0)
         done = self._step + 1 >= plan.max_steps or bool(self.plans) or not self._can_repeat(plan)
-        timing = StepTiming(0, 0, 1000, 0, sum(c.num_tokens for c in plan.prefill_chunks) * (self._step == 0), 0, 0)
-        self.reports.append(StepReport(plan.plan_id, self._step, done, progress, timing))
+        self.reports.append(StepReport(plan.plan_id, self._step, done, progress, self._timing(progress)))
         self._step += 1
         if done:
             self._current = None
@@ -126,13 +140,27 @@ class PagedWorker:
 
     def _run(self, plan: StepPlan, *, first: bool) -> list[Progress]:
         ran: list[tuple[_Sequence, SeqId, int, int]] = []
+        self._work_done = StepWork(0)
         for seq_id, count, samples in self._work(plan, first):
             seq = self._sequences[seq_id]
             self._write(seq, seq.num_computed, count)
+            if seq.decoding:
+                self._work_done.tokens += 1
+                self._work_done.decode_context += seq.num_computed + 1
+            else:
+                self._work_done.add_chunk(seq.num_computed, count)
             seq.num_computed += count
             ran.append((seq, seq_id, count, samples))
         assert sum(count for *_, count, _ in ran) <= self.step_budget, "step over budget"
         return [self._finish_step(seq, seq_id, bool(samples)) for seq, seq_id, _, samples in ran]
+
+    def _timing(self, progress: list[Progress]) -> StepTiming:
+        work = self._work_done
+        step_us = self.step_us(work)
+        self.steps.append((work, step_us))
+        num_decodes = work.tokens - work.chunk_tokens
+        context = sum(p.num_computed for p in progress)
+        return StepTiming(0, 0, int(step_us), 0, work.chunk_tokens, num_decodes, context)
 
     def _work(self, plan: StepPlan, first: bool) -> list[tuple[SeqId, int, int]]:
         work: list[tuple[SeqId, int, int]] = []

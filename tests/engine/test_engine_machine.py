@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -52,9 +53,20 @@ class EngineMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([16, 64]),
         pages=st.integers(3, 14),
         workers=st.integers(1, 2),
+        itl_target_ms=st.sampled_from([math.inf, 5.0, 40.0]),
+        max_running=st.sampled_from([None, 3, 20]),
     )
     def start(
-        self, budget: int, lease: int, queued: int, grace_s: float, page_size: int, pages: int, workers: int
+        self,
+        budget: int,
+        lease: int,
+        queued: int,
+        grace_s: float,
+        page_size: int,
+        pages: int,
+        workers: int,
+        itl_target_ms: float,
+        max_running: int | None,
     ) -> None:
         self.grace_s = grace_s
         self.config = BatchingConfig(
@@ -63,6 +75,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_lease_steps=lease,
             max_queued_plans=queued,
             kv_watermark=0.1,
+            itl_target_ms=itl_target_ms,
+            max_running=max_running,
         )
         self.engine = Engine(self.config, no_worker_grace_s=self.grace_s, routing_seed=3, fence=Fence(5))
         self.now = 0.0
@@ -74,9 +88,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.cancelled_early: set[RequestId] = set()
         self.epochs = 1
         for index in range(workers):
-            self.bring_up(PagedWorker(f"w{index}", pages, page_size, budget))
+            self.bring_up(self.new_worker(f"w{index}"))
 
     # -- plumbing --
+
+    def new_worker(self, worker_id: str) -> PagedWorker:
+        return PagedWorker(
+            worker_id,
+            self.num_pages,
+            self.page_size,
+            self.config.step_token_budget,
+            epoch=self.epochs,
+            step_us=lambda work: 2000.0 + 700.0 * work.tokens + 2.0 * work.chunk_pairs,
+        )
 
     def bring_up(self, worker: PagedWorker) -> None:
         self.workers[worker.info.worker_id] = worker
@@ -194,9 +218,7 @@ class EngineMachine(RuleBasedStateMachine):
         worker.reconnect()
         if not keeps_memory:
             self.epochs += 1
-            worker = PagedWorker(
-                worker.info.worker_id, self.num_pages, self.page_size, worker.step_budget, epoch=self.epochs
-            )
+            worker = self.new_worker(worker.info.worker_id)
         self.down.append(worker)
 
     @precondition(lambda self: any(w.reports for w in self.workers.values()))
@@ -210,9 +232,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.feed(StepReported(info.worker_id, info.epoch, failed))
         self.feed(WorkerDown(info.worker_id, info.epoch, "the stream ended"))
         self.epochs += 1
-        self.bring_up(
-            PagedWorker(info.worker_id, self.num_pages, self.page_size, worker.step_budget, epoch=self.epochs)
-        )
+        self.bring_up(self.new_worker(info.worker_id))
 
     @precondition(lambda self: self.down)
     @rule()
@@ -230,7 +250,23 @@ class EngineMachine(RuleBasedStateMachine):
         for worker in self.engine.stats().workers:
             pages = worker.pages
             assert pages.free + pages.cached + pages.in_use + pages.retiring == worker.num_pages
-            assert worker.running <= self.config.step_token_budget
+            assert worker.running <= (self.config.max_running or self.config.step_token_budget)
+
+    @invariant()
+    def what_is_kept_up_to_date_is_what_a_scan_would_find(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for worker in self.engine._workers.values():
+            running = worker.running.values()
+            assert list(worker.prefilling) == [s.seq_id for s in running if s.is_prefilling]
+            assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling}
+            assert worker.queued_prefill_tokens == sum(s.prefill_end - s.num_dispatched for s in running)
+            assert all(s.granted_slots == len(s.pages) * worker.page_size for s in running)
+            growing = [s for s in worker.decoding.values() if s.granted_slots < s.max_slots]
+            left = {s.seq_id: s.granted_slots - s.next_position for s in growing}
+            assert worker.renewable.keys() == {s for s in left if left[s] < worker.slots_ahead}
+            assert worker.urgent.keys() == {s for s in left if left[s] <= worker.half_lease}
+        assert self.engine._queue.waiting_tokens == sum(len(s.tokens) for s in self.engine._queue)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ class Family:
         self, *, page_size: int = 16, num_pages: int = 128, workers: int = 1, budget: int = 64
     ) -> AsyncIterator[InProcessMesh]:
         runners = [open_runner(self.directory, page_size=page_size, num_pages=num_pages) for _ in range(workers)]
-        config = BatchingConfig(step_token_budget=budget, kv_watermark=0.0)
+        config = BatchingConfig(step_token_budget=budget, itl_target_ms=inf, kv_watermark=0.0)
         async with InProcessMesh(runners, config) as mesh:
             yield mesh
             stats = mesh.engine.stats()

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def run(directory: Path, prompts: list[list[int]], way: Way) -> list[list[int]]:
     runner = open_runner(directory, num_pages=way.num_pages)
-    config = BatchingConfig(step_token_budget=way.budget, kv_watermark=0.0)
+    config = BatchingConfig(step_token_budget=way.budget, itl_target_ms=inf, kv_watermark=0.0)
     async with InProcessMesh([runner], config) as mesh:
         asked = [mesh.ask(prompt, parameters(i)) for i, prompt in enumerate(prompts)]
         answers = await asyncio.gather(*asked) if way.together else [await one for one in asked]

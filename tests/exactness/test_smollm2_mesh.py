@@ -121,7 +121,7 @@ def test_the_committed_reference_is_what_transformers_says_today(smollm2_dir: Pa
 
 async def test_alone_then_from_the_cache_whole(suite: Suite, start: StartStack) -> None:
     """Budget 64, pages of 16: cold, then a full-prompt hit that recomputes one token."""
-    with start(STEP_TOKEN_BUDGET=64, KV_PAGE_SIZE=16) as stack:
+    with start(STEP_TOKEN_BUDGET=64, ITL_TARGET_MS="inf", KV_PAGE_SIZE=16) as stack:
         cold = await one_by_one(suite, stack.url, suite.cases)
         assert cold[0].cached_tokens == 0
         hits = await one_by_one(suite, stack.url, suite.cases)
@@ -132,7 +132,7 @@ async def test_alone_then_from_the_cache_whole(suite: Suite, start: StartStack) 
 
 async def test_sixteen_at_once_in_large_steps_with_hits_inside_a_page(suite: Suite, start: StartStack) -> None:
     """Budget 2048, pages of 64: a prefix first, so that the whole prompt's hit ends inside a page; then all."""
-    with start(STEP_TOKEN_BUDGET=2048, KV_PAGE_SIZE=64) as stack:
+    with start(STEP_TOKEN_BUDGET=2048, ITL_TARGET_MS="inf", KV_PAGE_SIZE=64) as stack:
         async with aiohttp.ClientSession() as session:
             inside = 0
             for case in suite.everyday_at_most(1000):
@@ -147,7 +147,7 @@ async def test_sixteen_at_once_in_large_steps_with_hits_inside_a_page(suite: Sui
 
 async def test_tiny_steps(suite: Suite, start: StartStack) -> None:
     """Budget 7, alone and together: every prompt in dozens of chunks beside decodes."""
-    with start(STEP_TOKEN_BUDGET=7, KV_PAGE_SIZE=16) as stack:
+    with start(STEP_TOKEN_BUDGET=7, ITL_TARGET_MS="inf", KV_PAGE_SIZE=16) as stack:
         cases = suite.everyday_at_most(200)
         await at_once(suite, stack.url, cases)
         await one_by_one(suite, stack.url, cases[:2])

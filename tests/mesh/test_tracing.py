@@ -29,6 +29,7 @@ async def test_a_request_is_one_trace_over_three_processes(smollm2_dir: Path, tm
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
             "OTEL_BSP_SCHEDULE_DELAY": "50",
             "STEP_TOKEN_BUDGET": "64",
+            "ITL_TARGET_MS": "inf",  # chunks as large as the budget, however slow the machine
         }
         with MeshStack(smollm2_dir, tmp_path, env=env) as stack:
             headers = {"traceparent": f"00-{TRACE_ID}-{CALLER_SPAN}-01"}

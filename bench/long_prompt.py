@@ -1,0 +1,149 @@
+"""What a long prompt does to those who are already reading: `python -m bench.long_prompt --url http://127.0.0.1:8000`.
+
+    streams   | token | token | token  …  token | token | …        their ITL in between: p50, p99, max
+    prompt                    | sent ……………………… first token |       its TTFT
+
+Each round starts the streams, waits until they decode, sends one prompt of random token ids (nothing of it is cached),
+and looks at the gaps between the streams' tokens while that prompt is prefilled. A round whose streams end before the
+long prompt's first token, or whose prompt was partly cached, is refused: it would flatter the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import uvloop
+
+from bench.measure import Outcome, Percentiles, Result, percentiles_ms
+from bench.openai_stream import BenchFailed, StreamClient, Target, open_client, parse_target
+from bench.prompts import PromptRequest, TokenIds
+from wire.errors import MeshError
+
+TIMEOUT_S = 300.0
+TOKEN_IDS = range(1000, 20_000)
+"""Ordinary tokens of any vocabulary."""
+STREAM_PROMPT_TOKENS = 32
+LONG_OUTPUT_TOKENS = 4
+STAGGER_S = 0.05
+"""Between the starts of two streams, so that they are not in step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one round asks."""
+
+    streams: int
+    stream_tokens: int
+    """Output of each stream: enough to outlast the long prompt."""
+    prompt_tokens: int
+    settle_s: float
+    """The streams decode for so long before the prompt is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    before_ms: Percentiles
+    """ITL of the streams until the prompt is sent."""
+    beside_ms: Percentiles
+    """ITL of the streams from then to the prompt's first token."""
+    ttft_s: float
+
+
+async def run_round(client: StreamClient, target: Target, shape: Shape, rng: random.Random) -> Round:
+    """Raises BenchFailed when the round does not show what it should."""
+    prompts = [_random_prompt(rng, STREAM_PROMPT_TOKENS, shape.stream_tokens) for _ in range(shape.streams)]
+    async with asyncio.TaskGroup() as tasks:
+        streams = []
+        for prompt in prompts:
+            streams.append(tasks.create_task(client.send(target, prompt)))
+            await asyncio.sleep(STAGGER_S)
+        await asyncio.sleep(shape.settle_s)
+        long = await client.send(target, _random_prompt(rng, shape.prompt_tokens, LONG_OUTPUT_TOKENS))
+    return judge([task.result() for task in streams], long)
+
+
+def _random_prompt(rng: random.Random, num_tokens: int, max_tokens: int) -> PromptRequest:
+    return PromptRequest(TokenIds([rng.choice(TOKEN_IDS) for _ in range(num_tokens)]), max_tokens)
+
+
+def judge(streams: Sequence[Outcome], long: Outcome) -> Round:
+    """What the streams saw of the long prompt. Raises BenchFailed when the round does not show what it should."""
+    for outcome in (*streams, long):
+        if outcome.result is not Result.OK:
+            raise BenchFailed(f"a request failed: {outcome.reason} {outcome.detail}")
+    if long.cached_tokens:
+        raise BenchFailed(f"{long.cached_tokens} tokens of the long prompt were cached: another --seed")
+    assert long.ttft_s is not None  # it is OK, so it has a token
+    first_s = long.due_s + long.ttft_s
+    if any(stream.token_event_times_s[-1] < first_s for stream in streams):
+        raise BenchFailed("a stream ended before the long prompt's first token: more --stream-tokens")
+    before = percentiles_ms(gap for stream in streams for gap in _gaps(stream, 0.0, long.due_s))
+    beside = percentiles_ms(gap for stream in streams for gap in _gaps(stream, long.due_s, first_s))
+    if before is None or beside is None:
+        raise BenchFailed("the streams did not decode yet when the long prompt was sent: more --settle-s")
+    return Round(before, beside, long.ttft_s)
+
+
+def _gaps(stream: Outcome, from_s: float, to_s: float) -> list[float]:
+    """Gaps between tokens that overlap (from_s, to_s), a stall that began before or ended after among them."""
+    gaps = itertools.pairwise(stream.token_event_times_s)
+    return [later - earlier for earlier, later in gaps if later > from_s and earlier < to_s]
+
+
+async def measure(target: Target, shape: Shape, rounds: int, seed: int) -> list[Round]:
+    """One round after the other, each printed as it ends."""
+    rng = random.Random(f"long prompt {seed}")
+    results = []
+    async with open_client(timeout_s=TIMEOUT_S) as client:
+        named = target if target.model else replace(target, model=await client.first_model(target))
+        await client.send(named, _random_prompt(rng, STREAM_PROMPT_TOKENS, LONG_OUTPUT_TOKENS))  # warm-up
+        print(f"{'round':>8} {'before p50':>11} {'ITL p50':>9} {'p99':>9} {'max':>9} ms {'TTFT':>8} s")
+        for number in range(rounds):
+            results.append(await run_round(client, named, shape, rng))
+            print(_row(str(number + 1), [results[-1]]), flush=True)
+    return results
+
+
+def _row(name: str, rounds: Sequence[Round]) -> str:
+    def median(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    before, p50, p99 = (
+        median([r.before_ms.p50 for r in rounds]),
+        median([r.beside_ms.p50 for r in rounds]),
+        median([r.beside_ms.p99 for r in rounds]),
+    )
+    worst = max(r.beside_ms.max for r in rounds)
+    return f"{name:>8} {before:11.1f} {p50:9.1f} {p99:9.1f} {worst:9.1f}    {median([r.ttft_s for r in rounds]):8.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server; default: %(default)s")
+    parser.add_argument("--model", default="", help="default: the first the server names")
+    parser.add_argument("--streams", type=int, default=4, help="decoding streams; default: %(default)s")
+    parser.add_argument("--stream-tokens", type=int, default=400, help="output of each; default: %(default)s")
+    parser.add_argument("--prompt-tokens", type=int, default=4000, help="the long prompt; default: %(default)s")
+    parser.add_argument("--settle-s", type=float, default=2.0, help="decode before it; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: %(default)s")
+    asked = parser.parse_args()
+    shape = Shape(asked.streams, asked.stream_tokens, asked.prompt_tokens, asked.settle_s)
+    try:
+        target = replace(parse_target(asked.url, "--url"), path="/v1/completions", model=asked.model)
+        rounds = uvloop.run(measure(target, shape, asked.rounds, asked.seed))
+    except MeshError as error:
+        raise SystemExit(f"bench.long_prompt: {error.message}") from None
+    except ExceptionGroup as group:
+        raise SystemExit(f"bench.long_prompt: {group.exceptions[0]}") from None
+    print(_row("median", rounds))
+
+
+if __name__ == "__main__":
+    main()
