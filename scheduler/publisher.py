@@ -28,7 +28,7 @@ from scheduler.lease import Lease
 from scheduler.pending import PendingRequest, PendingRequests
 from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, execute_each
 from wire import keys
-from wire.entries import ReplyEntry, ReplyItem, TerminalReply
+from wire.entries import ReplyEntry, ReplyItem, TerminalReply, TokensReply
 from wire.errors import FenceLost
 from wire.ids import GatewayId, RequestId
 from wire.redis_client import open_redis
@@ -58,6 +58,30 @@ class _Batch:
     replies: dict[GatewayId, list[ReplyItem]] = field(default_factory=dict)
     closings: list[_Closing] = field(default_factory=list)
     num_items: int = 0
+    """As they were handed in."""
+    open_tokens: dict[tuple[RequestId, int], TokensReply] = field(default_factory=dict)
+    """The last tokens of each choice, which those of its next steps join."""
+
+    def add(self, gateway_id: GatewayId, item: ReplyItem) -> None:
+        self.num_items += 1
+        if isinstance(item, TokensReply):
+            key = item.request_id, item.choice
+            if _join(self.open_tokens.get(key), item):
+                return
+            self.open_tokens[key] = item
+        self.replies.setdefault(gateway_id, []).append(item)
+
+
+def _join(earlier: TokensReply | None, item: TokensReply) -> bool:
+    """Append tokens to those right before them; False when that is not what they are. Both are ours to change."""
+    if earlier is None or earlier.position + len(earlier.tokens) != item.position:
+        return False
+    if earlier.logprobs is not None and item.logprobs is not None:
+        earlier.logprobs += item.logprobs
+    elif earlier.logprobs is not None or item.logprobs is not None:
+        return False
+    earlier.tokens += item.tokens
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +120,8 @@ class Publisher:
     # -- what others hand in -----------------------------------------------------------------------------------
 
     def publish(self, gateway_id: GatewayId, item: ReplyItem) -> None:
-        self._next.replies.setdefault(gateway_id, []).append(item)
-        self._next.num_items += 1
+        """Take an item over, to publish it. Tokens of several steps that wait together go out as one item."""
+        self._next.add(gateway_id, item)
         self._work.set()
 
     def finish(self, gateway_id: GatewayId, lane: str, entry_id: bytes, terminal: TerminalReply) -> None:

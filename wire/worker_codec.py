@@ -191,14 +191,41 @@ def encode_report(r: StepReport) -> pb.StepReport:
     timing = None
     if r.timing is not None:
         timing = pb.StepTiming(**{name: getattr(r.timing, name) for name in _TIMING})
+    plain = [p for p in r.progress if _is_plain(p)]
+    others = [] if len(plain) == len(r.progress) else [(i, p) for i, p in enumerate(r.progress) if not _is_plain(p)]
     return pb.StepReport(
         plan_id=r.plan_id,
         step=r.step,
         plan_done=r.plan_done,
-        progress=[_encode_progress(p) for p in r.progress],
+        progress=[_encode_progress(p) for _, p in others],
+        progress_at=[i for i, _ in others],
+        plain=pb.PlainProgress(
+            seq_ids=[p.seq_id for p in plain],
+            incarnations=[p.incarnation for p in plain],
+            num_computed=[p.num_computed for p in plain],
+            tokens=[p.tokens[0] for p in plain],
+        ),
         timing=timing,
         failure=r.failure or "",
     )
+
+
+def _is_plain(p: Progress) -> bool:
+    return len(p.tokens) == 1 and p.logprobs is None and p.finish_reason is None and p.error is None
+
+
+def _decode_all_progress(m: pb.StepReport) -> list[Progress]:
+    columns = m.plain.seq_ids, m.plain.incarnations, m.plain.num_computed, m.plain.tokens
+    if len(set(map(len, columns))) > 1 or len(m.progress) != len(m.progress_at):
+        raise EntryMalformed("step report: columns of unequal length")
+    # SeqId is not called: it would cost as much as the rest.
+    progress: list[Progress] = [
+        Progress(seq_id, incarnation, num_computed, [token])
+        for seq_id, incarnation, num_computed, token in zip(*columns, strict=True)
+    ]
+    for position, other in zip(m.progress_at, m.progress, strict=True):
+        progress.insert(position, _decode_progress(other))
+    return progress
 
 
 def decode_report(m: pb.StepReport) -> StepReport:
@@ -206,7 +233,7 @@ def decode_report(m: pb.StepReport) -> StepReport:
         plan_id=PlanId(m.plan_id),
         step=m.step,
         plan_done=m.plan_done,
-        progress=[_decode_progress(p) for p in m.progress],
+        progress=_decode_all_progress(m),
         timing=StepTiming(**{name: getattr(m.timing, name) for name in _TIMING}) if m.HasField("timing") else None,
         failure=m.failure or None,
     )

@@ -617,6 +617,8 @@ class StepReport(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PLAIN_FIELD_NUMBER: _builtins.int
+    PROGRESS_AT_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     step: _builtins.int
     """0 … max_steps - 1 within the plan"""
@@ -628,6 +630,14 @@ class StepReport(_message.Message):
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]: ...
     @_builtins.property
     def timing(self) -> Global___StepTiming: ...
+    @_builtins.property
+    def plain(self) -> Global___PlainProgress:
+        """progress that is one token and nothing else"""
+
+    @_builtins.property
+    def progress_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """where each of `progress` stands among all, ascending"""
+
     def __init__(
         self,
         *,
@@ -637,14 +647,52 @@ class StepReport(_message.Message):
         progress: _abc.Iterable[Global___Progress] | None = ...,
         timing: Global___StepTiming | None = ...,
         failure: _builtins.str = ...,
+        plain: Global___PlainProgress | None = ...,
+        progress_at: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plain", b"plain", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "plan_done", b"plan_done", "plan_id", b"plan_id", "progress", b"progress", "step", b"step", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "plain", b"plain", "plan_done", b"plan_done", "plan_id", b"plan_id", "progress", b"progress", "progress_at", b"progress_at", "step", b"step", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class PlainProgress(_message.Message):
+    """The progress of most sequences in most steps, column by column: no message per token. All columns are as long."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_IDS_FIELD_NUMBER: _builtins.int
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_computed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one each"""
+
+    def __init__(
+        self,
+        *,
+        seq_ids: _abc.Iterable[_builtins.int] | None = ...,
+        incarnations: _abc.Iterable[_builtins.int] | None = ...,
+        num_computed: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "num_computed", b"num_computed", "seq_ids", b"seq_ids", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlainProgress: _TypeAlias = PlainProgress  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
