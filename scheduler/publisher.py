@@ -59,13 +59,13 @@ class _Batch:
     closings: list[_Closing] = field(default_factory=list)
     num_items: int = 0
     """As they were handed in."""
-    open_tokens: dict[tuple[RequestId, int], TokensReply] = field(default_factory=dict)
+    open_tokens: dict[tuple[GatewayId, RequestId, int], TokensReply] = field(default_factory=dict)
     """The last tokens of each choice, which those of its next steps join."""
 
     def add(self, gateway_id: GatewayId, item: ReplyItem) -> None:
         self.num_items += 1
         if isinstance(item, TokensReply):
-            key = item.request_id, item.choice
+            key = gateway_id, item.request_id, item.choice
             if _join(self.open_tokens.get(key), item):
                 return
             self.open_tokens[key] = item
