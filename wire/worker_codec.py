@@ -105,13 +105,17 @@ def _decode_chunk(m: pb.PrefillChunk) -> PrefillChunk:
 
 
 def encode_plan(p: StepPlan) -> pb.StepPlan:
+    plain = [d for d in p.decodes if d.grant is None]
+    granted = [(i, d) for i, d in enumerate(p.decodes) if d.grant is not None]
     return pb.StepPlan(
         plan_id=p.plan_id,
         fence=p.fence,
         prefill_chunks=[_encode_chunk(c) for c in p.prefill_chunks],
         decodes=[
-            pb.Decode(seq_id=d.seq_id, incarnation=d.incarnation, grant=_encode_grant(d.grant)) for d in p.decodes
+            pb.Decode(seq_id=d.seq_id, incarnation=d.incarnation, grant=_encode_grant(d.grant)) for _, d in granted
         ],
+        decodes_at=[i for i, _ in granted],
+        plain_decodes=pb.PlainDecodes(seq_ids=[d.seq_id for d in plain], incarnations=[d.incarnation for d in plain]),
         max_steps=p.max_steps,
         page_copies=[
             pb.PageCopy(source_page=c.source_page, target_page=c.target_page, num_slots=c.num_slots)
@@ -130,14 +134,23 @@ def encode_plan(p: StepPlan) -> pb.StepPlan:
     )
 
 
+def _decode_decodes(m: pb.StepPlan) -> list[Decode]:
+    plain = m.plain_decodes
+    if len(plain.seq_ids) != len(plain.incarnations) or len(m.decodes) != len(m.decodes_at):
+        raise EntryMalformed("step plan: columns of unequal length")
+    # SeqId is not called: it would cost as much as the rest.
+    decodes: list[Decode] = list(map(Decode, plain.seq_ids, plain.incarnations))
+    for position, d in zip(m.decodes_at, m.decodes, strict=True):
+        decodes.insert(position, Decode(SeqId(d.seq_id), d.incarnation, _decode_grant(d.HasField("grant"), d.grant)))
+    return decodes
+
+
 def decode_plan(m: pb.StepPlan) -> StepPlan:
     return StepPlan(
         plan_id=PlanId(m.plan_id),
         fence=Fence(m.fence),
         prefill_chunks=[_decode_chunk(c) for c in m.prefill_chunks],
-        decodes=[
-            Decode(SeqId(d.seq_id), d.incarnation, _decode_grant(d.HasField("grant"), d.grant)) for d in m.decodes
-        ],
+        decodes=_decode_decodes(m),
         max_steps=m.max_steps,
         page_copies=[PageCopy(PageId(c.source_page), PageId(c.target_page), c.num_slots) for c in m.page_copies],
         kv_pulls=[

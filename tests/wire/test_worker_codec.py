@@ -75,6 +75,15 @@ def test_columns_of_unequal_length_are_refused(column: str) -> None:
         worker_codec.decode_report(message)
 
 
+@pytest.mark.parametrize("column", ["seq_ids", "incarnations", "decodes_at"])
+def test_columns_of_decodes_of_unequal_length_are_refused(column: str) -> None:
+    granted = plan.Decode(SeqId(2), 0, plan.PageGrant(0, [], 5))
+    message = worker_codec.encode_plan(StepPlan(PlanId(1), Fence(1), decodes=[plan.Decode(SeqId(1), 0), granted]))
+    del getattr(message if column == "decodes_at" else message.plain_decodes, column)[:]
+    with pytest.raises(EntryMalformed, match="unequal length"):
+        worker_codec.decode_plan(message)
+
+
 def test_one_token_and_nothing_else_needs_no_message_of_its_own() -> None:
     progress = [plan.Progress(SeqId(i), 0, 9, [i]) for i in range(5)]
     progress.insert(2, plan.Progress(SeqId(7), 0, 9, [1], error="why"))
@@ -106,6 +115,5 @@ def test_one_token_and_nothing_else_needs_no_message_of_its_own() -> None:
 def test_records_and_messages_have_the_same_fields(record: type, message: type) -> None:
     """A field added on one side only would be dropped in silence."""
     names = set(message.DESCRIPTOR.fields_by_name)  # type: ignore[attr-defined]
-    if record is plan.StepReport:
-        names -= {"plain", "progress_at"}  # other forms of `progress`
+    names -= {"plain", "progress_at", "plain_decodes", "decodes_at"}  # other forms of `progress` and `decodes`
     assert {f.name for f in dataclasses.fields(record)} == names
