@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection
@@ -39,6 +40,8 @@ MAX_BUFFERED: Final = 100_000
 """Items, about 100 bytes each."""
 MAX_ENTRY_ITEMS: Final = 512
 MAX_PIPELINE: Final = 256
+RENEW_TTL_S: Final = 60.0
+"""A reply stream's time to live, an hour, begins anew this often, not with each entry."""
 IDLE_CHECK_S: Final = 1.0
 REPUBLISH_S: Final = 5.0
 """A Redis that restarted may have lost its last second; it gets this much again."""
@@ -111,6 +114,7 @@ class Publisher:
         self._closings: list[_Closing] = []  # published, not yet closed
         self._discards: list[tuple[str, bytes]] = []
         self._sent: deque[_Sent] = deque()
+        self._ttl_renewed_s: dict[GatewayId, float] = {}
         self._refused = RefusedKeys(log)
         self._run_id: bytes | None = None
         self._redis_restarted = False
@@ -212,12 +216,19 @@ class Publisher:
 
     async def _xadd(self, entries: Sequence[_Sent]) -> list[bytes | None]:
         """Ids of the new reply entries, in order; None for one that its gateway's stream refused."""
+        now = self._clock.now()
+        gateways = {entry.gateway_id for entry in entries}
+        renewed = [g for g in gateways if now - self._ttl_renewed_s.get(g, -inf) >= RENEW_TTL_S]
         async with self._redis.pipeline(transaction=False) as pipe:
             for entry in entries:
                 stream = keys.replies(entry.gateway_id)
                 pipe.xadd(stream, entry.fields, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
-                pipe.expire(stream, keys.REPLIES_IDLE_TTL_S)
-            results = (await execute_each(pipe))[::2]
+            for gateway_id in renewed:
+                pipe.expire(keys.replies(gateway_id), keys.REPLIES_IDLE_TTL_S)
+            results = (await execute_each(pipe))[: len(entries)]
+        if renewed:
+            fresh = {g: renewed_s for g, renewed_s in self._ttl_renewed_s.items() if now - renewed_s < RENEW_TTL_S}
+            self._ttl_renewed_s = fresh | dict.fromkeys(renewed, now)
         return [
             None if self._refused.note(keys.replies(entry.gateway_id), result) else result
             for entry, result in zip(entries, results, strict=True)
@@ -305,6 +316,7 @@ class Publisher:
     async def _republish(self) -> None:
         """Give a restarted Redis what it may have lost: the requests we run, and the replies of the last seconds."""
         await self._lease.confirm()
+        self._ttl_renewed_s.clear()
         requests = self._pending.all()
         for start in range(0, len(requests), MAX_PIPELINE):
             await self._restore(requests[start : start + MAX_PIPELINE])
