@@ -204,6 +204,9 @@ def _count(result: Result, answer: Answer, began_s: float, ended_s: float) -> No
         result.first_wave_ttft_s.append(ttft_s)
     elif began_s <= answer.sent_s < ended_s:
         result.ttft_s.append(ttft_s)
+    # The first event shows the prompt's ids, the last but [DONE] the finish reason: neither is a token.
+    answer.arrivals[0] = answer.arrivals[0][0], answer.arrivals[0][1] - 1
+    answer.arrivals[-1] = answer.arrivals[-1][0], answer.arrivals[-1][1] - 1
     earlier_s: float | None = None
     for now_s, events in answer.arrivals:
         if began_s <= now_s < ended_s:

@@ -68,6 +68,10 @@ class ChoiceInbox:
     def _append(self, reply: TokensReply) -> bool:
         """Take what is new of a reply; False when nothing is, or when it lies beyond a gap."""
         known = self.next_position - reply.position
+        if known == 0 and reply.logprobs is None and not self.tokens:  # as it nearly always is
+            self.tokens = reply.tokens
+            self.next_position += len(reply.tokens)
+            return bool(reply.tokens)
         if known < 0:
             held = self.early.get(reply.position)
             if held is None or len(held.tokens) < len(reply.tokens):
@@ -138,6 +142,7 @@ class RequestInbox:
         """The handler has found the end of a choice itself."""
         self._stopped = True
         self.choices[choice].close()
+        self.owner.wake()
 
     def recover(self, journal: Journal) -> None:
         """Take from the journal what the reply stream did not bring."""
@@ -218,7 +223,8 @@ class Inbox:
             self._awake.clear()
             news = [item for request in self.requests for item in request.take()]
             if news:
-                self.wake()  # the next call looks at once for an error or the end
+                if self._error is not None or any(request.terminal is not None for request in self.requests):
+                    self.wake()  # the next call looks at once for an error or the end
                 return news
             for request in self.requests:
                 if (error := request.error()) is not None:

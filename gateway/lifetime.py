@@ -83,6 +83,7 @@ async def open_parts(config: GatewayConfig, gateway_id: GatewayId, tracer: Trace
         owned = [
             tasks.create_task(parts.replies.run(), name="replies"),
             tasks.create_task(parts.cell.run(parts.replies.fail_all), name="cell"),
+            tasks.create_task(mesh.send_submits(), name="submits"),
             tasks.create_task(mesh.send_cancels(), name="cancels"),
             tasks.create_task(watch_loop_lag(metrics.event_loop_lag_s), name="lag"),
         ]

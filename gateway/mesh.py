@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -24,11 +25,8 @@ RETRY_S = 0.25
 CANCEL_BATCH = 256
 NO_LIMIT = 2**31
 MIN_RETRY_AFTER_S = 1.0
-MAX_SUBMITTING = 8
-"""Submits on their way to Redis at once, each over a connection of its own. Redis runs one at a time anyway, and a
-burst that opened hundreds of connections would look like an outage: to redis-py's pool, and by its timeouts."""
-SUBMIT_WAIT_S = 20.0
-"""Longest wait for one of those connections: only a Redis that hangs makes it so long."""
+SUBMIT_BATCH = 64
+"""Submits that go to Redis in one round trip: all that came during the last one, so that a burst costs few."""
 
 # All requests of one HTTP request get in, or none. A request already in the journal is left alone: adding is
 # idempotent by id.
@@ -49,6 +47,15 @@ return 1
 """
 
 
+@dataclass(slots=True)
+class _Submit:
+    """Requests on their way, all or none of which get in."""
+
+    keys: list[str]
+    args: list[bytes | str | int | float]
+    admitted: asyncio.Future[bool]
+
+
 class Mesh:
     """Submits and cancels requests in one cell."""
 
@@ -58,11 +65,11 @@ class Mesh:
         """`submit_redis` carries what comes in bursts, `redis` all that must not wait behind it."""
         self._redis = redis
         self._submit_redis = submit_redis
-        self._submitting = asyncio.Semaphore(MAX_SUBMITTING)
+        self._submits: deque[_Submit] = deque()  # one per request that is being handled
+        self._submit_queued = asyncio.Event()
         self._cell = cell
         self._max_live_requests = max_live_requests
         self._metrics = metrics
-        self._submit = redis.register_script(_SUBMIT)
         # Full → the oldest is dropped: its request then runs on to its own max_tokens, for nobody.
         self._cancels: deque[CancelEntry] = deque(maxlen=keys.CONTROL_MAX_ENTRIES)
         self._cancel_queued = asyncio.Event()
@@ -81,39 +88,65 @@ class Mesh:
         Raises Overloaded when the cell has no room for them, and Unavailable when Redis did not answer or refused;
         they may then have been added nevertheless, so the caller cancels them.
         """
-        await self._wait_for_turn()
-        try:
-            admitted = await self._run_submit(self._submit_redis, entries, lane, self._max_live_requests)
-        except REDIS_ERRORS as error:
-            log.warning("submit failed: %s", error)
-            raise Unavailable("Redis refused the request" if refused(error) else "Redis is away") from error
-        finally:
-            self._submitting.release()
-        if not admitted:
+        waiting = self._submit_of(entries, lane, self._max_live_requests)
+        self._submits.append(waiting)
+        self._submit_queued.set()
+        if not await waiting.admitted:
             raise Overloaded(
                 f"{self._max_live_requests} requests are in the mesh already",
                 retry_after_s=max(MIN_RETRY_AFTER_S, predicted_drain_s),
             )
 
-    async def _wait_for_turn(self) -> None:
+    async def send_submits(self) -> None:
+        """Send queued submits for ever, batch by batch."""
+        while True:
+            await self._submit_queued.wait()
+            self._submit_queued.clear()
+            while self._submits:
+                queued = [self._submits.popleft() for _ in range(min(len(self._submits), SUBMIT_BATCH))]
+                await self._send_batch([submit for submit in queued if not submit.admitted.done()])
+
+    async def _send_batch(self, batch: Sequence[_Submit]) -> None:
+        if not batch:
+            return
         try:
-            async with asyncio.timeout(SUBMIT_WAIT_S):
-                await self._submitting.acquire()
-        except TimeoutError as error:
-            raise Unavailable("Redis does not keep up") from error
+            results = await self._run_submits(self._submit_redis, batch)
+        except REDIS_ERRORS as error:
+            log.warning("submit failed: %s", error)
+            batch = [*batch, *self._submits]  # those behind it would wait as long for the same
+            self._submits.clear()
+            results = [error] * len(batch)
+        for submit, result in zip(batch, results, strict=True):
+            if submit.admitted.done():  # its handler waits no longer, and cancels what may have got in
+                continue
+            if isinstance(result, Exception):
+                reason = "Redis refused the request" if refused(result) else "Redis is away"
+                submit.admitted.set_exception(Unavailable(reason))
+            else:
+                submit.admitted.set_result(bool(result))
 
     async def resubmit(self, entry: RequestEntry, lane: str) -> None:
         """Add again what a restarted Redis may have lost; harmless if it did not. Raises redis-py's errors."""
-        await self._run_submit(self._redis, [entry], lane, NO_LIMIT)
+        [result] = await self._run_submits(self._redis, [self._submit_of([entry], lane, NO_LIMIT)])
+        if isinstance(result, Exception):
+            raise result
 
-    async def _run_submit(self, redis: Redis, entries: Sequence[RequestEntry], lane: str, limit: int) -> bool:
+    async def _run_submits(self, redis: Redis, batch: Sequence[_Submit]) -> list[Any]:
+        """One result each, a ResponseError where Redis refused. Raises redis-py's other errors."""
+        async with redis.pipeline(transaction=False) as pipe:
+            for submit in batch:
+                pipe.eval(_SUBMIT, len(submit.keys), *submit.keys, *submit.args)  # type: ignore[arg-type]
+            results: list[Any] = await pipe.execute(raise_on_error=False)
+        return results
+
+    def _submit_of(self, entries: Sequence[RequestEntry], lane: str, limit: int) -> _Submit:
         names = [keys.live(self._cell), keys.requests(self._cell, lane)]
         args: list[bytes | str | int | float] = [limit, entries[0].gateway_id, lane]
         for entry in entries:
             names.append(keys.journal(self._cell, entry.request_id))
             fields = entry.encode()
             args += [entry.request_id, entry.arrived_unix_s, fields["v"], fields["body"], fields["prompt"]]
-        return bool(await self._submit(keys=names, args=args, client=redis))
+        return _Submit(names, args, asyncio.get_running_loop().create_future())
 
     def cancel(self, entry: CancelEntry) -> None:
         """Queue a cancel and return at once: no cancelled handler has to wait for it."""

@@ -57,6 +57,8 @@ class Telemetry:
             else None,
         )
         self._started_s = time.perf_counter()
+        self._itl_s = metrics.itl_s.labels(model)  # found once: it is asked for with every token
+        self._generation_tokens = metrics.generation_tokens.labels(model)
         self._first_s: dict[int, float] = {}  # choice index → when its first token came
         self._last_s: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
@@ -111,11 +113,12 @@ class Telemetry:
         if index in self._last_s:
             each_s = (now_s - self._last_s[index]) / count
             for _ in range(count):
-                self._metrics.itl_s.labels(self._model).observe(each_s)
-        self._first_s.setdefault(index, now_s)
+                self._itl_s.observe(each_s)
+        else:
+            self._first_s[index] = now_s
         self._last_s[index] = now_s
         self._num_tokens[index] = self._num_tokens.get(index, 0) + count
-        self._metrics.generation_tokens.labels(self._model).inc(count)
+        self._generation_tokens.inc(count)
 
     def finished(self, index: int, finish_reason: str) -> None:
         """A choice is over."""

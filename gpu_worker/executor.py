@@ -6,7 +6,8 @@
       deliver  ◂────────────────────────  call_soon_threadsafe, in order  ◂───────────  StepReport
 
 The thread alone touches the model, the sequences and the residency. Anything newer in the inbox makes the running
-plan yield after its step. A pipelined runner (a GPU) is given the next step before this one's tokens are read:
+plan yield after its step, and a plan of decodes alone takes none while a newer plan with steps is queued. A pipelined
+runner (a GPU) is given the next step before this one's tokens are read:
 
     device  | step 0      | step 1      | step 2      |            fed by the tokens of the step before, on the device
     host      launch 1 ▸ read 0 ▸ launch 2 ▸ read 1 ▸ …            a plan that arrives meanwhile waits for one step more
@@ -209,7 +210,7 @@ class Executor:
         run = PlanRun(plan, self._table)
         if plan.page_copies:
             self._copy_pages(plan)
-        entries = run.first_step() if plan.max_steps > 0 else []
+        entries = [] if plan.max_steps == 0 or self._is_superseded(plan) else run.first_step()
         progress = run.refused
         if not entries:
             self._telemetry.set_sequences(len(self._table))
@@ -230,6 +231,14 @@ class Executor:
             if plan_done:
                 return
             progress, launched = [], ahead or self._launch(entries, _StepWatch())
+
+    def _is_superseded(self, plan: StepPlan) -> bool:
+        """A plan of decodes alone takes no step when a newer plan that steps is queued: the step goes to the newer
+        one, whose chunks came after the plan was sent, and decodes what still runs."""
+        if plan.prefill_chunks or plan.page_copies:
+            return False
+        with self._inbox_changed:
+            return any(isinstance(work, _RunPlan) and work.plan.max_steps > 0 for work in self._inbox)
 
     def _copy_pages(self, plan: StepPlan) -> None:
         self.runner.copy_pages(plan.page_copies)

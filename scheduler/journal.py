@@ -82,7 +82,8 @@ class JournalDrafts:
     """
 
     def __init__(self) -> None:
-        self._drafts: dict[RequestId, _Draft] = {}
+        self._drafts: dict[RequestId, _Draft] = {}  # oldest first: one that was written begins anew, at the end
+        self._full: dict[RequestId, None] = {}  # those with FLUSH_TOKENS tokens
 
     def note(self, item: TokensReply | ChoiceReply, reply_id: bytes | None, now: float) -> None:
         """Take an item that was published under reply_id, or None: its gateway's stream refused it. It is ours all
@@ -94,20 +95,23 @@ class JournalDrafts:
                 piece = draft.outputs.setdefault(choice, _Piece(position, []))
                 piece.tokens += tokens
                 draft.num_tokens += len(tokens)
+                if draft.num_tokens >= FLUSH_TOKENS:
+                    self._full[item.request_id] = None
             case ChoiceReply(_, choice, num_tokens, reason):
                 draft.finishes[choice] = encode_finish(num_tokens, reason)
 
     def due(self, now: float) -> list[RequestId]:
-        return [
-            request_id
-            for request_id, draft in self._drafts.items()
-            if draft.num_tokens >= FLUSH_TOKENS or now - draft.since_s >= FLUSH_AFTER_S
-        ]
+        due = dict(self._full)
+        for request_id, draft in self._drafts.items():
+            if now - draft.since_s < FLUSH_AFTER_S:
+                break
+            due[request_id] = None
+        return list(due)
 
     def next_due_s(self) -> float | None:
         """When the oldest draft is due by age; None without a draft."""
-        oldest_s = min((draft.since_s for draft in self._drafts.values()), default=None)
-        return None if oldest_s is None else oldest_s + FLUSH_AFTER_S
+        oldest = next(iter(self._drafts.values()), None)
+        return None if oldest is None else oldest.since_s + FLUSH_AFTER_S
 
     def fields(self, request_id: RequestId) -> RedisFields:
         """What the journal lacks; empty when nothing."""
@@ -116,6 +120,7 @@ class JournalDrafts:
 
     def written(self, request_id: RequestId) -> None:
         self._drafts.pop(request_id, None)
+        self._full.pop(request_id, None)
 
 
 def append_call(cell: str, fence: Fence, request_id: RequestId, fields: RedisFields) -> ScriptArgs:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 from redis.asyncio.connection import AbstractConnection
@@ -28,7 +29,7 @@ from scheduler.lease import Lease
 from scheduler.pending import PendingRequest, PendingRequests
 from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, execute_each
 from wire import keys
-from wire.entries import ReplyEntry, ReplyItem, TerminalReply
+from wire.entries import ReplyEntry, ReplyItem, TerminalReply, TokensReply
 from wire.errors import FenceLost
 from wire.ids import GatewayId, RequestId
 from wire.redis_client import open_redis
@@ -39,6 +40,8 @@ MAX_BUFFERED: Final = 100_000
 """Items, about 100 bytes each."""
 MAX_ENTRY_ITEMS: Final = 512
 MAX_PIPELINE: Final = 256
+RENEW_TTL_S: Final = 60.0
+"""A reply stream's time to live, an hour, begins anew this often, not with each entry."""
 IDLE_CHECK_S: Final = 1.0
 REPUBLISH_S: Final = 5.0
 """A Redis that restarted may have lost its last second; it gets this much again."""
@@ -58,6 +61,30 @@ class _Batch:
     replies: dict[GatewayId, list[ReplyItem]] = field(default_factory=dict)
     closings: list[_Closing] = field(default_factory=list)
     num_items: int = 0
+    """As they were handed in."""
+    open_tokens: dict[tuple[GatewayId, RequestId, int], TokensReply] = field(default_factory=dict)
+    """The last tokens of each choice, which those of its next steps join."""
+
+    def add(self, gateway_id: GatewayId, item: ReplyItem) -> None:
+        self.num_items += 1
+        if isinstance(item, TokensReply):
+            key = gateway_id, item.request_id, item.choice
+            if _join(self.open_tokens.get(key), item):
+                return
+            self.open_tokens[key] = item
+        self.replies.setdefault(gateway_id, []).append(item)
+
+
+def _join(earlier: TokensReply | None, item: TokensReply) -> bool:
+    """Append tokens to those right before them; False when that is not what they are. Both are ours to change."""
+    if earlier is None or earlier.position + len(earlier.tokens) != item.position:
+        return False
+    if earlier.logprobs is not None and item.logprobs is not None:
+        earlier.logprobs += item.logprobs
+    elif earlier.logprobs is not None or item.logprobs is not None:
+        return False
+    earlier.tokens += item.tokens
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +114,7 @@ class Publisher:
         self._closings: list[_Closing] = []  # published, not yet closed
         self._discards: list[tuple[str, bytes]] = []
         self._sent: deque[_Sent] = deque()
+        self._ttl_renewed_s: dict[GatewayId, float] = {}
         self._refused = RefusedKeys(log)
         self._run_id: bytes | None = None
         self._redis_restarted = False
@@ -96,8 +124,8 @@ class Publisher:
     # -- what others hand in -----------------------------------------------------------------------------------
 
     def publish(self, gateway_id: GatewayId, item: ReplyItem) -> None:
-        self._next.replies.setdefault(gateway_id, []).append(item)
-        self._next.num_items += 1
+        """Take an item over, to publish it. Tokens of several steps that wait together go out as one item."""
+        self._next.add(gateway_id, item)
         self._work.set()
 
     def finish(self, gateway_id: GatewayId, lane: str, entry_id: bytes, terminal: TerminalReply) -> None:
@@ -188,12 +216,19 @@ class Publisher:
 
     async def _xadd(self, entries: Sequence[_Sent]) -> list[bytes | None]:
         """Ids of the new reply entries, in order; None for one that its gateway's stream refused."""
+        now = self._clock.now()
+        gateways = {entry.gateway_id for entry in entries}
+        renewed = [g for g in gateways if now - self._ttl_renewed_s.get(g, -inf) >= RENEW_TTL_S]
         async with self._redis.pipeline(transaction=False) as pipe:
             for entry in entries:
                 stream = keys.replies(entry.gateway_id)
                 pipe.xadd(stream, entry.fields, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
-                pipe.expire(stream, keys.REPLIES_IDLE_TTL_S)
-            results = (await execute_each(pipe))[::2]
+            for gateway_id in renewed:
+                pipe.expire(keys.replies(gateway_id), keys.REPLIES_IDLE_TTL_S)
+            results = (await execute_each(pipe))[: len(entries)]
+        if renewed:
+            fresh = {g: renewed_s for g, renewed_s in self._ttl_renewed_s.items() if now - renewed_s < RENEW_TTL_S}
+            self._ttl_renewed_s = fresh | dict.fromkeys(renewed, now)
         return [
             None if self._refused.note(keys.replies(entry.gateway_id), result) else result
             for entry, result in zip(entries, results, strict=True)
@@ -281,6 +316,7 @@ class Publisher:
     async def _republish(self) -> None:
         """Give a restarted Redis what it may have lost: the requests we run, and the replies of the last seconds."""
         await self._lease.confirm()
+        self._ttl_renewed_s.clear()
         requests = self._pending.all()
         for start in range(0, len(requests), MAX_PIPELINE):
             await self._restore(requests[start : start + MAX_PIPELINE])

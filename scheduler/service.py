@@ -87,11 +87,12 @@ class Service:
     async def _next_events(self, timeout_s: float) -> list[Event]:
         """Everything that waits, at most MAX_TURN_EVENTS; empty after timeout_s."""
         events: list[Event] = []
-        try:
-            async with asyncio.timeout(timeout_s):
-                events.append(await self._inbox.get())
-        except TimeoutError:
-            return events
+        if self._inbox.empty():  # a timeout costs as much as an event
+            try:
+                async with asyncio.timeout(timeout_s):
+                    events.append(await self._inbox.get())
+            except TimeoutError:
+                return events
         while len(events) < MAX_TURN_EVENTS and not self._inbox.empty():
             events.append(self._inbox.get_nowait())
         return events

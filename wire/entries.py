@@ -191,6 +191,8 @@ class TerminalReply:
     stats: RequestStats = field(default_factory=RequestStats)
 
 
+_ALL_INTEGERS = frozenset({int})
+
 ReplyItem: TypeAlias = TokensReply | ChoiceReply | TerminalReply
 
 
@@ -222,11 +224,23 @@ class ReplyEntry:
         rows = body.raw("items")
         if not isinstance(rows, list):
             raise EntryMalformed("reply entry: items must be a list")
-        return cls(Fence(body.integer("fence", 0, U64)), [_reply_item(row) for row in rows])
+        return cls(Fence(body.integer("fence", 0, U64)), [_plain_tokens(row) or _reply_item(row) for row in rows])
+
+
+def _plain_tokens(row: Any) -> TokensReply | None:
+    """_reply_item of the one kind of row that comes with every step, several times as fast; None for any other."""
+    if type(row) is not list or len(row) != 6:
+        return None
+    kind, rid, choice, position, tokens, packed = row
+    if kind != "t" or packed is not None or type(tokens) is not list or not _ALL_INTEGERS.issuperset(map(type, tokens)):
+        return None
+    if type(rid) is not str or type(choice) is not int or type(position) is not int:
+        return None
+    return TokensReply(rid, choice, position, tokens)  # type: ignore[arg-type]  # a NewType's call costs as much as this
 
 
 def _reply_item(row: Any) -> ReplyItem:
-    """One item. The per-token path: types are matched, ranges are left to the reader, who knows the request."""
+    """One item. Types are matched, ranges are left to the reader, who knows the request."""
     match row:
         case ["t", str(rid), int(choice), int(position), [*tokens], packed] if all(type(t) is int for t in tokens):
             return TokensReply(RequestId(rid), choice, position, tokens, _logprobs(packed))

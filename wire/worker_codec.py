@@ -105,13 +105,17 @@ def _decode_chunk(m: pb.PrefillChunk) -> PrefillChunk:
 
 
 def encode_plan(p: StepPlan) -> pb.StepPlan:
+    plain = [d for d in p.decodes if d.grant is None]
+    granted = [(i, d) for i, d in enumerate(p.decodes) if d.grant is not None]
     return pb.StepPlan(
         plan_id=p.plan_id,
         fence=p.fence,
         prefill_chunks=[_encode_chunk(c) for c in p.prefill_chunks],
         decodes=[
-            pb.Decode(seq_id=d.seq_id, incarnation=d.incarnation, grant=_encode_grant(d.grant)) for d in p.decodes
+            pb.Decode(seq_id=d.seq_id, incarnation=d.incarnation, grant=_encode_grant(d.grant)) for _, d in granted
         ],
+        decodes_at=[i for i, _ in granted],
+        plain_decodes=pb.PlainDecodes(seq_ids=[d.seq_id for d in plain], incarnations=[d.incarnation for d in plain]),
         max_steps=p.max_steps,
         page_copies=[
             pb.PageCopy(source_page=c.source_page, target_page=c.target_page, num_slots=c.num_slots)
@@ -130,14 +134,23 @@ def encode_plan(p: StepPlan) -> pb.StepPlan:
     )
 
 
+def _decode_decodes(m: pb.StepPlan) -> list[Decode]:
+    plain = m.plain_decodes
+    if len(plain.seq_ids) != len(plain.incarnations) or len(m.decodes) != len(m.decodes_at):
+        raise EntryMalformed("step plan: columns of unequal length")
+    # SeqId is not called: it would cost as much as the rest.
+    decodes: list[Decode] = list(map(Decode, plain.seq_ids, plain.incarnations))
+    for position, d in zip(m.decodes_at, m.decodes, strict=True):
+        decodes.insert(position, Decode(SeqId(d.seq_id), d.incarnation, _decode_grant(d.HasField("grant"), d.grant)))
+    return decodes
+
+
 def decode_plan(m: pb.StepPlan) -> StepPlan:
     return StepPlan(
         plan_id=PlanId(m.plan_id),
         fence=Fence(m.fence),
         prefill_chunks=[_decode_chunk(c) for c in m.prefill_chunks],
-        decodes=[
-            Decode(SeqId(d.seq_id), d.incarnation, _decode_grant(d.HasField("grant"), d.grant)) for d in m.decodes
-        ],
+        decodes=_decode_decodes(m),
         max_steps=m.max_steps,
         page_copies=[PageCopy(PageId(c.source_page), PageId(c.target_page), c.num_slots) for c in m.page_copies],
         kv_pulls=[
@@ -191,14 +204,41 @@ def encode_report(r: StepReport) -> pb.StepReport:
     timing = None
     if r.timing is not None:
         timing = pb.StepTiming(**{name: getattr(r.timing, name) for name in _TIMING})
+    plain = [p for p in r.progress if _is_plain(p)]
+    others = [] if len(plain) == len(r.progress) else [(i, p) for i, p in enumerate(r.progress) if not _is_plain(p)]
     return pb.StepReport(
         plan_id=r.plan_id,
         step=r.step,
         plan_done=r.plan_done,
-        progress=[_encode_progress(p) for p in r.progress],
+        progress=[_encode_progress(p) for _, p in others],
+        progress_at=[i for i, _ in others],
+        plain=pb.PlainProgress(
+            seq_ids=[p.seq_id for p in plain],
+            incarnations=[p.incarnation for p in plain],
+            num_computed=[p.num_computed for p in plain],
+            tokens=[p.tokens[0] for p in plain],
+        ),
         timing=timing,
         failure=r.failure or "",
     )
+
+
+def _is_plain(p: Progress) -> bool:
+    return len(p.tokens) == 1 and p.logprobs is None and p.finish_reason is None and p.error is None
+
+
+def _decode_all_progress(m: pb.StepReport) -> list[Progress]:
+    columns = m.plain.seq_ids, m.plain.incarnations, m.plain.num_computed, m.plain.tokens
+    if len(set(map(len, columns))) > 1 or len(m.progress) != len(m.progress_at):
+        raise EntryMalformed("step report: columns of unequal length")
+    # SeqId is not called: it would cost as much as the rest.
+    progress: list[Progress] = [
+        Progress(seq_id, incarnation, num_computed, [token])
+        for seq_id, incarnation, num_computed, token in zip(*columns, strict=True)
+    ]
+    for position, other in zip(m.progress_at, m.progress, strict=True):
+        progress.insert(position, _decode_progress(other))
+    return progress
 
 
 def decode_report(m: pb.StepReport) -> StepReport:
@@ -206,7 +246,7 @@ def decode_report(m: pb.StepReport) -> StepReport:
         plan_id=PlanId(m.plan_id),
         step=m.step,
         plan_done=m.plan_done,
-        progress=[_decode_progress(p) for p in m.progress],
+        progress=_decode_all_progress(m),
         timing=StepTiming(**{name: getattr(m.timing, name) for name in _TIMING}) if m.HasField("timing") else None,
         failure=m.failure or None,
     )

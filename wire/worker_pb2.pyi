@@ -254,6 +254,8 @@ class StepPlan(_message.Message):
     PAGE_COPIES_FIELD_NUMBER: _builtins.int
     KV_PULLS_FIELD_NUMBER: _builtins.int
     RELEASES_FIELD_NUMBER: _builtins.int
+    PLAIN_DECODES_FIELD_NUMBER: _builtins.int
+    DECODES_AT_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     fence: _builtins.int
     max_steps: _builtins.int
@@ -276,6 +278,14 @@ class StepPlan(_message.Message):
     def releases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Release]:
         """before anything else in this plan"""
 
+    @_builtins.property
+    def plain_decodes(self) -> Global___PlainDecodes:
+        """decodes without a grant"""
+
+    @_builtins.property
+    def decodes_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """where each of `decodes` stands among all, ascending"""
+
     def __init__(
         self,
         *,
@@ -287,14 +297,42 @@ class StepPlan(_message.Message):
         page_copies: _abc.Iterable[Global___PageCopy] | None = ...,
         kv_pulls: _abc.Iterable[Global___KvPull] | None = ...,
         releases: _abc.Iterable[Global___Release] | None = ...,
+        plain_decodes: Global___PlainDecodes | None = ...,
+        decodes_at: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plain_decodes", b"plain_decodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "fence", b"fence", "kv_pulls", b"kv_pulls", "max_steps", b"max_steps", "page_copies", b"page_copies", "plan_id", b"plan_id", "prefill_chunks", b"prefill_chunks", "releases", b"releases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "decodes_at", b"decodes_at", "fence", b"fence", "kv_pulls", b"kv_pulls", "max_steps", b"max_steps", "page_copies", b"page_copies", "plain_decodes", b"plain_decodes", "plan_id", b"plan_id", "prefill_chunks", b"prefill_chunks", "releases", b"releases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class PlainDecodes(_message.Message):
+    """Most decodes of most plans, column by column: no message per sequence. Both columns are as long."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_IDS_FIELD_NUMBER: _builtins.int
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        seq_ids: _abc.Iterable[_builtins.int] | None = ...,
+        incarnations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "seq_ids", b"seq_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlainDecodes: _TypeAlias = PlainDecodes  # noqa: Y015
 
 @_typing.final
 class PageGrant(_message.Message):
@@ -617,6 +655,8 @@ class StepReport(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PLAIN_FIELD_NUMBER: _builtins.int
+    PROGRESS_AT_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     step: _builtins.int
     """0 … max_steps - 1 within the plan"""
@@ -628,6 +668,14 @@ class StepReport(_message.Message):
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]: ...
     @_builtins.property
     def timing(self) -> Global___StepTiming: ...
+    @_builtins.property
+    def plain(self) -> Global___PlainProgress:
+        """progress that is one token and nothing else"""
+
+    @_builtins.property
+    def progress_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """where each of `progress` stands among all, ascending"""
+
     def __init__(
         self,
         *,
@@ -637,14 +685,52 @@ class StepReport(_message.Message):
         progress: _abc.Iterable[Global___Progress] | None = ...,
         timing: Global___StepTiming | None = ...,
         failure: _builtins.str = ...,
+        plain: Global___PlainProgress | None = ...,
+        progress_at: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plain", b"plain", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "plan_done", b"plan_done", "plan_id", b"plan_id", "progress", b"progress", "step", b"step", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "plain", b"plain", "plan_done", b"plan_done", "plan_id", b"plan_id", "progress", b"progress", "progress_at", b"progress_at", "step", b"step", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class PlainProgress(_message.Message):
+    """The progress of most sequences in most steps, column by column: no message per token. All columns are as long."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_IDS_FIELD_NUMBER: _builtins.int
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def seq_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def num_computed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one each"""
+
+    def __init__(
+        self,
+        *,
+        seq_ids: _abc.Iterable[_builtins.int] | None = ...,
+        incarnations: _abc.Iterable[_builtins.int] | None = ...,
+        num_computed: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "num_computed", b"num_computed", "seq_ids", b"seq_ids", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlainProgress: _TypeAlias = PlainProgress  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):

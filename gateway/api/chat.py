@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.api.fields import Fields, invalid
-from gateway.api.form import ChoiceText, ChunkWriter, Head, encode, usage_object
+from gateway.api.form import ChoiceText, ChunkWriter, Head, encode, encode_text, usage_object
 from gateway.api.options import MAX_LOGPROBS, Options, read_options
 from gateway.generation import Piece, Usage
 from gateway.parts import TextSide
@@ -69,6 +69,7 @@ class ChatForm:
 
     def __init__(self, options: Options, head: Head, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._options = options
+        self._wants_logprobs = options.sampling.logprobs is not None
         self._head = head
         self._tokenizer = tokenizer
         self._prompt = prompt
@@ -85,11 +86,11 @@ class ChatForm:
 
     def chunk(self, piece: Piece) -> str:
         logprobs = "null"
-        if self._options.sampling.logprobs is not None and piece.token is not None:
+        if self._wants_logprobs and piece.token is not None:
             logprobs = encode(self._logprobs([piece.token]))
         # OpenAI's last chunk has an empty delta; ours has one unless text was still held back.
-        delta = "" if piece.finish_reason is not None and not piece.text else f'"content":{encode(piece.text)}'
-        reason = "null" if piece.finish_reason is None else encode(piece.finish_reason)
+        delta = "" if piece.finish_reason is not None and not piece.text else f'"content":{encode_text(piece.text)}'
+        reason = "null" if piece.finish_reason is None else encode_text(piece.finish_reason)
         body = f'"delta":{{{delta}}},"logprobs":{logprobs},"finish_reason":{reason}'
         if self._options.return_token_ids:
             body += f',"token_ids":[{"" if piece.token is None else piece.token.token_id}]'

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gateway.api.fields import Fields, invalid, kind_of
-from gateway.api.form import ChoiceText, ChunkWriter, Head, encode, usage_object
+from gateway.api.form import ChoiceText, ChunkWriter, Head, encode, encode_text, usage_object
 from gateway.api.options import MAX_LOGPROBS, Options, read_options
 from gateway.generation import Piece, Usage
 from gateway.parts import TextSide
@@ -101,6 +101,7 @@ class CompletionForm:
     ) -> None:
         self._asked = asked
         self._options = asked.options
+        self._wants_logprobs = asked.options.sampling.logprobs is not None
         self._head = head.fields("text_completion")
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -120,10 +121,10 @@ class CompletionForm:
 
     def chunk(self, piece: Piece) -> str:
         logprobs = "null"
-        if self._options.sampling.logprobs is not None and piece.token is not None:
+        if self._wants_logprobs and piece.token is not None:
             logprobs = encode(self._logprobs([piece.token]))
-        reason = "null" if piece.finish_reason is None else encode(piece.finish_reason)
-        body = f'"text":{encode(piece.text)},"logprobs":{logprobs},"finish_reason":{reason}'
+        reason = "null" if piece.finish_reason is None else encode_text(piece.finish_reason)
+        body = f'"text":{encode_text(piece.text)},"logprobs":{logprobs},"finish_reason":{reason}'
         if self._options.return_token_ids:
             body += f',"token_ids":[{"" if piece.token is None else piece.token.token_id}]'
         return self._chunks.chunk(piece.index, body)

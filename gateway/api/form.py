@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,9 +110,14 @@ class ChunkWriter:
         return encode({**self._head, "choices": [], "usage": usage_object(usage)})
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+encode_text: Callable[[str], str] = json.encoder.encode_basestring
+"""`encode` of a string, without looking at what it is: a stream does it for each token."""
+
+
 def encode(value: Any) -> str:
     """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

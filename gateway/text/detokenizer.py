@@ -27,6 +27,14 @@ class Detokenizer:
         self._utf8.decode(self._end_of(prompt_ids))
         prompt_has_text = any(self._bytes_of(token_id) for token_id in prompt_ids)
         self._leading_space = LeadingSpace.KEPT if prompt_has_text else tokenizer.leading_space
+        self._is_plain = False
+        self._note_state()
+
+    def push_one(self, token_id: int) -> str:
+        """As push, of one token: a look-up where it stands between whole characters, as most do."""
+        if self._is_plain and (text := self._tokenizer.whole_text(token_id)) is not None:
+            return text
+        return self.push((token_id,))
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete."""
@@ -41,7 +49,12 @@ class Detokenizer:
         if text and self._leading_space is LeadingSpace.CUT_FROM_TEXT:
             text = text.removeprefix(" ")
             self._leading_space = LeadingSpace.KEPT
+        self._note_state()
         return text
+
+    def _note_state(self) -> None:
+        """Plain: no character is incomplete, and the leading space is dealt with."""
+        self._is_plain = self._leading_space is LeadingSpace.KEPT and not self._utf8.getstate()[0]
 
     def _bytes_of(self, token_id: int) -> bytes:
         return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)

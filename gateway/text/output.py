@@ -67,7 +67,7 @@ class ChoiceOutput:
                 break
             self.num_tokens += 1
             text_offset = self._num_chars
-            text = "" if token_id in self._stop_token_ids else self._detokenizer.push((token_id,))
+            text = "" if token_id in self._stop_token_ids else self._detokenizer.push_one(token_id)
             self._num_chars += len(text)
             if self.num_tokens > self._min_tokens:
                 text, self.stopped_by = self._matcher.push(text)

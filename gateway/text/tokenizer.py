@@ -65,6 +65,7 @@ class Tokenizer:
         self._token_bytes = [b""] * self.vocab_size
         for token, token_id in vocab.items():
             self._token_bytes[token_id] = _bytes_of(token, self._layout)
+        self._whole_texts: dict[int, str | None] = {}  # found so far
         self.leading_space = self._layout.leading_space
         self._dropped_bytes = b""
         self.longest_token_bytes: int | None = None
@@ -88,6 +89,24 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token adds to a text; of a special token those of its name. Empty for an unknown id."""
         return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text one token adds between whole characters, "" for a special one; None when it is not whole itself."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            return self._find_whole_text(token_id)
+
+    def _find_whole_text(self, token_id: int) -> str | None:
+        text: str | None = ""
+        if token_id not in self.special_ids:
+            try:
+                text = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+        if token_id < self.vocab_size:  # no further: what comes from outside must not fill the memory
+            self._whole_texts[token_id] = text
+        return text
 
     def token_text(self, token_id: int) -> str:
         r"""A token as logprobs name it: its text, or `bytes:\xe4\xbd` when it is not whole characters."""

@@ -28,7 +28,7 @@ def references(layout_dirs: dict[str, Path]) -> dict[str, tokenizers.Tokenizer]:
 
 def streamed(tokenizer: Tokenizer, prompt_ids: list[int], output_ids: list[int]) -> str:
     detokenizer = Detokenizer(tokenizer, prompt_ids)
-    return "".join(detokenizer.push([token_id]) for token_id in output_ids)
+    return "".join(map(detokenizer.push_one, output_ids))
 
 
 def incomplete_tail(tokenizer: Tokenizer, token_ids: list[int]) -> bytes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from bench.overhead_client import Run, measure
 from gpu_worker.simulated_runner import TokenSource
 from tests.mesh.client import complete, events
 from tests.mesh.conftest import eventually
@@ -71,6 +73,31 @@ async def test_a_client_that_leaves_frees_its_pages(simulated: MeshStack, sessio
         "the worker has dropped the sequence", lambda: simulated.workers[0].metric("phasemesh_worker_sequences") == 0
     )
     simulated.wait_no_page_in_use()
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, VOCAB - 1])
+async def test_the_benchmarks_client_holds_every_token_against_the_prediction(
+    simulated: MeshStack, vocab_size: int
+) -> None:
+    run = Run(
+        url=simulated.url,
+        model="m",
+        vocab_size=vocab_size,
+        eos_token_ids=list(EOS_IDS),
+        streams=3,
+        prompt_words=5,
+        output_tokens=20,
+        think_s=0.01,
+        warm_up_s=0.1,
+        measure_s=0.4,
+        pids={"redis": os.getpid()},
+    )
+    result = await measure(run)
+    assert result.requests >= 3 and result.events_of_many == 0
+    assert result.wrong == (0 if vocab_size == VOCAB else result.requests)
+    assert len(result.first_wave_ttft_s) == 3
+    assert 0 < result.tokens <= 20 * result.requests
+    assert set(result.cpu_s) == {"redis", "client"}
 
 
 async def test_the_answer_of_a_stop_string_ends_before_it(simulated: MeshStack, session: aiohttp.ClientSession) -> None:

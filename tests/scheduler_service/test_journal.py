@@ -32,6 +32,19 @@ def test_a_draft_is_due_after_16_tokens_or_a_second() -> None:
     assert drafts.due(200.0) == [] and drafts.next_due_s() is None
 
 
+def test_of_many_drafts_the_full_and_the_old_are_due() -> None:
+    drafts = JournalDrafts()
+    for number in range(6):
+        drafts.note(TokensReply(RequestId(f"r{number}"), 0, 0, [1]), b"1-0", now=100.0 + number / 10)
+    drafts.note(TokensReply(RequestId("r4"), 0, 1, list(range(15))), b"2-0", now=100.6)
+    assert sorted(drafts.due(101.15)) == ["r0", "r1", "r4"]
+    for request_id in ("r0", "r4"):
+        drafts.written(RequestId(request_id))
+    drafts.note(TokensReply(RequestId("r0"), 0, 1, [2]), b"3-0", now=101.2)  # anew, so the youngest
+    assert drafts.due(101.25) == ["r1", "r2"]
+    assert drafts.next_due_s() == 100.1 + FLUSH_AFTER_S
+
+
 def test_drafts_of_several_flushes_read_back_as_one_output() -> None:
     drafts = JournalDrafts()
     stored: dict[bytes, bytes] = {}

@@ -29,6 +29,7 @@ from wire.entries import ChoiceReply, ReplyItem, TerminalReply, TokensReply
 from wire.errors import FenceLost
 from wire.ids import GatewayId, RequestId
 from wire.redis_client import open_redis
+from wire.sampling import TokenLogprobs
 
 R = RequestId("r")
 
@@ -49,7 +50,7 @@ async def running(parts: Parts) -> AsyncIterator[None]:
 
 async def test_a_turn_is_one_entry_per_gateway_with_all_its_items_in_order(parts: Parts) -> None:
     other = GatewayId("other")
-    items: list[ReplyItem] = [tokens(0, 1), tokens(1, 2), ChoiceReply(R, 0, 2, "stop")]
+    items: list[ReplyItem] = [tokens(0, 1), ChoiceReply(R, 0, 1, "stop"), TokensReply(R, 1, 0, [7])]
     for item in items:
         parts.publisher.publish(GATEWAY, item)
     parts.publisher.publish(other, tokens(0, 9))
@@ -59,6 +60,31 @@ async def test_a_turn_is_one_entry_per_gateway_with_all_its_items_in_order(parts
     assert entry.items == items and entry.fence == parts.fence
     assert [e.items for e in await replies(parts.redis, other)] == [[tokens(0, 9)]]
     assert await parts.redis.ttl(keys.replies(GATEWAY)) > 0
+
+
+async def test_tokens_of_several_steps_that_wait_together_are_one_item(parts: Parts) -> None:
+    other = GatewayId("other")
+    named = [TokenLogprobs(-0.5, [], [])]
+    for gateway, item in (
+        (GATEWAY, tokens(0, 1)),
+        (GATEWAY, TokensReply(R, 1, 0, [5])),
+        (GATEWAY, tokens(1, 2, 3)),
+        (other, tokens(3, 9)),  # of another gateway since
+        (GATEWAY, tokens(3, 4)),
+        (GATEWAY, tokens(6, 7)),  # beyond a gap
+        (GATEWAY, TokensReply(R, 1, 1, [6], list(named))),
+        (GATEWAY, TokensReply(R, 1, 2, [7], list(named))),
+    ):
+        parts.publisher.publish(gateway, item)
+    async with running(parts):
+        await until(lambda: _published(parts.redis, other, 1))
+    assert await reply_items(parts.redis) == [
+        tokens(0, 1, 2, 3, 4),
+        TokensReply(R, 1, 0, [5]),
+        tokens(6, 7),
+        TokensReply(R, 1, 1, [6, 7], named * 2),
+    ]
+    assert await reply_items(parts.redis, other) == [tokens(3, 9)]
 
 
 async def _published(redis: Redis, gateway_id: GatewayId, count: int) -> bool:

@@ -113,7 +113,22 @@ def test_extreme_json_is_refused(body: bytes) -> None:
         ReplyEntry.decode({b"v": b"1", b"body": body})
 
 
-@pytest.mark.parametrize("row", [[], ["x", "r"], ["t", "r", 0, 0], ["c", "r", 0, 1, "stop", 2], "t"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [],
+        ["x", "r"],
+        ["t", "r", 0, 0],
+        ["t", 5, 0, 0, [1], None],
+        ["t", "r", "0", 0, [1], None],
+        ["t", "r", 0, 0.0, [1], None],
+        ["t", "r", 0, 0, [1, "2"], None],
+        ["t", "r", 0, 0, [True], None],
+        ["t", "r", 0, 0, 5, None],
+        ["c", "r", 0, 1, "stop", 2],
+        "t",
+    ],
+)
 def test_an_unknown_reply_item_is_refused(row: Any) -> None:
     body = json.dumps({"fence": 1, "items": [row]}).encode()
     with pytest.raises(EntryMalformed, match="reply entry"):

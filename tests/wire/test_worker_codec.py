@@ -60,9 +60,36 @@ def test_an_empty_grant_is_not_an_absent_one() -> None:
 
 
 def test_an_unknown_finish_reason_is_refused() -> None:
-    report = worker_pb2.StepReport(plan_id=1, progress=[worker_pb2.Progress(seq_id=1, finish_reason="tired")])
+    tired = worker_pb2.Progress(seq_id=1, finish_reason="tired")
+    report = worker_pb2.StepReport(plan_id=1, progress=[tired], progress_at=[0])
     with pytest.raises(EntryMalformed, match="tired"):
         worker_codec.decode_report(report)
+
+
+@pytest.mark.parametrize("column", ["seq_ids", "incarnations", "num_computed", "tokens", "progress_at"])
+def test_columns_of_unequal_length_are_refused(column: str) -> None:
+    progress = [plan.Progress(SeqId(1), 0, 9, [5]), plan.Progress(SeqId(2), 0, 9, [])]
+    message = worker_codec.encode_report(StepReport(PlanId(1), 0, False, progress))
+    del getattr(message if column == "progress_at" else message.plain, column)[:]
+    with pytest.raises(EntryMalformed, match="unequal length"):
+        worker_codec.decode_report(message)
+
+
+@pytest.mark.parametrize("column", ["seq_ids", "incarnations", "decodes_at"])
+def test_columns_of_decodes_of_unequal_length_are_refused(column: str) -> None:
+    granted = plan.Decode(SeqId(2), 0, plan.PageGrant(0, [], 5))
+    message = worker_codec.encode_plan(StepPlan(PlanId(1), Fence(1), decodes=[plan.Decode(SeqId(1), 0), granted]))
+    del getattr(message if column == "decodes_at" else message.plain_decodes, column)[:]
+    with pytest.raises(EntryMalformed, match="unequal length"):
+        worker_codec.decode_plan(message)
+
+
+def test_one_token_and_nothing_else_needs_no_message_of_its_own() -> None:
+    progress = [plan.Progress(SeqId(i), 0, 9, [i]) for i in range(5)]
+    progress.insert(2, plan.Progress(SeqId(7), 0, 9, [1], error="why"))
+    message = worker_codec.encode_report(StepReport(PlanId(1), 0, False, progress))
+    assert (len(message.progress), list(message.progress_at)) == (1, [2])
+    assert worker_codec.decode_report(message).progress == progress
 
 
 @pytest.mark.parametrize(
@@ -87,4 +114,6 @@ def test_an_unknown_finish_reason_is_refused() -> None:
 )
 def test_records_and_messages_have_the_same_fields(record: type, message: type) -> None:
     """A field added on one side only would be dropped in silence."""
-    assert {f.name for f in dataclasses.fields(record)} == set(message.DESCRIPTOR.fields_by_name)  # type: ignore[attr-defined]
+    names = set(message.DESCRIPTOR.fields_by_name)  # type: ignore[attr-defined]
+    names -= {"plain", "progress_at", "plain_decodes", "decodes_at"}  # other forms of `progress` and `decodes`
+    assert {f.name for f in dataclasses.fields(record)} == names

@@ -145,6 +145,37 @@ async def test_a_plan_yields_after_the_running_step_when_a_newer_one_is_queued()
         assert [(r.plan_id, r.step, r.plan_done) for r in reports] == [(1, 0, False), (1, 1, True), (2, 0, True)]
 
 
+async def test_a_queued_plan_of_decodes_gives_its_step_to_a_newer_plan() -> None:
+    runner, gate = FakeRunner(), Gate()
+    runner.before_forward = gate
+    async with running(runner) as (_, client):
+        await client.submit(plan(1, chunks=[chunk(1, 0, 3, tokens=[1, 2, 3], pages=grant([1], 8))], max_steps=12))
+        await gate.entered()
+        await client.submit(
+            plan(2, decodes=[decode(1, grant([1], 16))], max_steps=16),
+            plan(3, chunks=[chunk(2, 0, 2, tokens=[4, 5], pages=grant([2], 16))], decodes=[decode(1)], max_steps=1),
+        )
+        gate.leave(2)
+        reports = [await client.report() for _ in range(3)]
+        assert [(r.plan_id, r.step, r.plan_done) for r in reports] == [(1, 0, True), (2, 0, True), (3, 0, True)]
+        assert [{p.seq_id for p in r.progress} for r in reports] == [{1}, set(), {1, 2}]
+        gate.leave(16)  # and what the skipped plan granted holds
+        rest = await client.run(plan(4, decodes=[decode(1)], max_steps=16))
+        assert tokens_of(reports + rest, 1) == reference_output([1, 2, 3], 14)
+
+
+async def test_a_plan_of_decodes_keeps_its_step_before_releases_alone() -> None:
+    runner, gate = FakeRunner(), Gate()
+    runner.before_forward = gate
+    async with running(runner) as (_, client):
+        await client.submit(plan(1, chunks=[chunk(1, 0, 3, tokens=[1, 2, 3], pages=grant([1], 16))]))
+        await gate.entered()
+        await client.submit(plan(2, decodes=[decode(1)], max_steps=16), plan(3, releases=[release(9)], max_steps=0))
+        gate.leave(3)
+        reports = [await client.report() for _ in range(3)]
+        assert [(r.plan_id, len(r.progress)) for r in reports] == [(1, 1), (2, 1), (3, 0)]
+
+
 async def test_a_lease_never_overruns_its_grant_and_resumes_with_the_next() -> None:
     async with running(FakeRunner()) as (_, client):
         reports = await client.run(
