@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from gpu_worker.kv_format import KVFormat
@@ -67,7 +67,7 @@ class KVCache:
         try:
             self.keys = _zeros(layout, device)
             self.values = _zeros(layout, device)
-        except (MemoryError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             raise ConfigInvalid(
                 f"PHASEMESH_KV_MEMORY_MB or PHASEMESH_KV_PAGES: no {layout.total_bytes / 2**30:.1f} GiB on {device}",
                 param="PHASEMESH_KV_MEMORY_MB",
@@ -97,5 +97,9 @@ def _zeros(layout: KVLayout, device: torch.device) -> torch.Tensor:
     """Zeros, not garbage: attention multiplies masked slots by 0, and 0 * NaN is NaN."""
     if device.type != "cpu":
         return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
-    # numpy takes zero pages from the system, which cost no memory until written; torch.zeros writes them all.
-    return torch.from_numpy(np.zeros(layout.total_bytes // 2, dtype=np.uint8)).view(layout.dtype).view(layout.shape)
+    # Pages of the system's, which are zero and cost nothing until written. Small ones: a KV page has a place in every
+    # layer, and the first write into it would wait for a huge one to be cleared in each.
+    pool = mmap.mmap(-1, layout.total_bytes // 2)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pool.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pool, dtype=layout.dtype).view(layout.shape)

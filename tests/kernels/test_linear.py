@@ -6,29 +6,37 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from gpu_worker.kernels.library import Kernels, PackedLinear, pack
+from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, PackedLinear, pack, pack_scales
 from gpu_worker.rope import rotate
+from gpu_worker.weight_dtype import rounded
 
-SHAPES = [(1, 1), (3, 5), (16, 16), (17, 31), (64, 100), (129, 48), (576, 191)]  # depth, columns
+SHAPES = [(1, 1), (3, 5), (16, 16), (17, 31), (64, 100), (129, 48), (259, 83), (576, 191)]  # depth, columns
 ROWS = [*range(34), 64, 100]
 
 
-def made(depth: int, columns: int, bias: bool) -> tuple[PackedLinear, torch.Tensor, torch.Tensor | None]:
-    """A packed layer, and its weight and bias in float64."""
+def made(
+    depth: int, columns: int, bias: bool, stored: torch.dtype = torch.float32
+) -> tuple[PackedLinear, torch.Tensor, torch.Tensor | None]:
+    """A packed layer, and what is left of its weight, and its bias, in float64."""
     weight = torch.randn(columns, depth)
     offset = torch.randn(columns) if bias else None
-    return PackedLinear(pack(weight), offset, columns), weight.double(), None if offset is None else offset.double()
+    scales = pack_scales(weight) if stored is torch.int8 else None
+    layer = PackedLinear(pack(weight, stored), offset, columns, scales)
+    return layer, rounded(weight, stored).double(), None if offset is None else offset.double()
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("stored", PANEL_DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("depth", "columns"), SHAPES)
-def test_linear_equals_float64_for_any_shape(kernels: Kernels, depth: int, columns: int, bias: bool) -> None:
+def test_linear_equals_float64_for_any_shape(
+    kernels: Kernels, depth: int, columns: int, bias: bool, stored: torch.dtype
+) -> None:
     torch.manual_seed(depth)
-    layer, weight, offset = made(depth, columns, bias)
+    layer, weight, offset = made(depth, columns, bias, stored)
     for rows in ROWS:
         x = torch.randn(rows, depth)
         expected = linear(x.double(), weight, offset)
@@ -63,9 +71,10 @@ def test_swiglu_of_extreme_gates_is_finite(kernels: Kernels) -> None:
     torch.testing.assert_close(out.double(), silu(x.double()) * x.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_is_bitwise_the_same_in_any_batch_and_with_any_threads(kernels: Kernels) -> None:
+@pytest.mark.parametrize("stored", PANEL_DTYPES, ids=str)
+def test_a_row_is_bitwise_the_same_in_any_batch_and_with_any_threads(kernels: Kernels, stored: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer, gate = made(301, 83, True)[0], made(301, 83, False)[0]
+    layer, gate = made(301, 83, True, stored)[0], made(301, 83, False, stored)[0]
     x = torch.randn(70, 301)
     threads = torch.get_num_threads()
 

@@ -84,7 +84,7 @@ static inline float weigh(float* scores, int64_t from, int64_t to, int64_t padde
 static void attend_split(const float* q, int64_t q_stride, const float* keys, const float* values, float* partials,
                          const QueryTile& tile, const int64_t* table, const Shape& shape, int64_t kv_head,
                          int64_t split, int64_t begin, int64_t end, float scale) {
-  alignas(64) float queries[ITEM_ROWS * MAX_HEAD_DIM], scores[ITEM_ROWS * BLOCK], columns[MAX_HEAD_DIM * COLUMNS];
+  alignas(64) float queries[ITEM_ROWS * MAX_HEAD_DIM], scores[ITEM_ROWS * BLOCK], key_columns[MAX_HEAD_DIM * BLOCK];
   const int64_t group = shape.group(), dim = shape.head_dim, rows = end - begin, size = shape.partial_size();
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t query = (begin + r) / group, head = kv_head * group + (begin + r) % group;
@@ -108,16 +108,20 @@ static void attend_split(const float* q, int64_t q_stride, const float* keys, co
       const int64_t page = table[position / shape.page_size];
       return (page * shape.page_size + position % shape.page_size) * shape.token_stride() + kv_head * dim;
     };
-    for (int64_t at = 0; at < count; at += COLUMNS) {
-      const Floats key_columns[1] = {{columns}};
-      transpose(keys + slot(at), shape.token_stride(), count - at, dim, columns);
-      for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
-        Tile<decltype(tile_rows)::count> product;
+    for (int64_t at = 0; at < count; at += COLUMNS)
+      transpose(keys + slot(at), shape.token_stride(), count - at, dim, key_columns + at * dim);
+    for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
+      constexpr int R = decltype(tile_rows)::value;
+      for_panels<R>(0, (count + COLUMNS - 1) / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+        constexpr int P = decltype(panels)::value;
+        Floats columns[P];
+        for (int p = 0; p < P; ++p) columns[p] = {key_columns + (panel + p) * COLUMNS * dim};
+        Tile<R, P> product;
         product.clear();
-        product.multiply(queries + row * dim, dim, key_columns, dim);
-        product.write(scores + row * BLOCK + at, BLOCK);
+        product.multiply(queries + row * dim, dim, columns, dim);
+        product.write(scores + row * BLOCK + panel * COLUMNS, BLOCK);
       });
-    }
+    });
     const int64_t padded = (count + COLUMNS - 1) / COLUMNS * COLUMNS;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t position = tile.first_position + (begin + r) / group;
@@ -131,15 +135,18 @@ static void attend_split(const float* q, int64_t q_stride, const float* keys, co
       const int64_t left_in_page = shape.page_size - (block + at) % shape.page_size;
       const int64_t run = left_in_page < count - at ? left_in_page : count - at;
       const float* run_values = values + slot(at);
-      for (int64_t d = 0; d < dim; d += COLUMNS) {
-        for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
-          Tile<decltype(tile_rows)::count> product;
-          product.read(partials + row * size + d, size);
-          const Floats columns_of_values[1] = {{run_values + d, shape.token_stride()}};
-          product.multiply(scores + row * BLOCK + at, BLOCK, columns_of_values, run);
-          product.write(partials + row * size + d, size);
+      for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
+        constexpr int R = decltype(tile_rows)::value;
+        for_panels<R>(0, dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+          constexpr int P = decltype(panels)::value;
+          Floats columns[P];
+          for (int p = 0; p < P; ++p) columns[p] = {run_values + (panel + p) * COLUMNS, shape.token_stride()};
+          Tile<R, P> product;
+          product.read(partials + row * size + panel * COLUMNS, size);
+          product.multiply(scores + row * BLOCK + at, BLOCK, columns, run);
+          product.write(partials + row * size + panel * COLUMNS, size);
         });
-      }
+      });
       at += run;
     }
   }

@@ -125,12 +125,6 @@ static inline void multiply_panels(const float* x, int64_t x_stride, const Linea
   }
 }
 
-// Panels that a tile of few rows takes at once: one chain of additions does not keep a core busy.
-constexpr int panels_at_once(int rows) {
-  constexpr int sums = LANES == 16 ? 16 : 4;
-  return rows * 4 <= sums ? 4 : rows * 2 <= sums ? 2 : 1;
-}
-
 // A thread's scratch for many rows: a block of a panel in float32, and the sums of the blocks before it.
 constexpr int64_t BLOCK_DEPTH = 256;  // 16 KB of a panel, which stay in the first cache while rows go by
 constexpr int64_t scratch_size(int64_t rows) { return (BLOCK_DEPTH + rows) * COLUMNS; }
@@ -154,7 +148,7 @@ static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const 
         }
       }
     for_tiles(rows, [&](auto tile_rows, int64_t first) __attribute__((always_inline)) {
-      constexpr int R = decltype(tile_rows)::count;
+      constexpr int R = decltype(tile_rows)::value;
       Tile<R> tile;
       if (start == 0)
         tile.clear();
@@ -177,19 +171,13 @@ template <Epilogue E, Stored S>
 static void multiply_few(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t begin, int64_t end,
                          float* out, int64_t out_stride) {
   for_tiles(rows, [&](auto tile_rows, int64_t) __attribute__((always_inline)) {
-    constexpr int R = decltype(tile_rows)::count;
-    constexpr int P = panels_at_once(R);
-    int64_t panel = begin;
-    const auto next = [&](auto count) __attribute__((always_inline)) {
-      constexpr int N = decltype(count)::count;
-      decltype(source<S>(w, 0)) sources[N];
-      for (int p = 0; p < N; ++p) sources[p] = source<S>(w, panel + p);
-      multiply_panels<E, R, N>(x, x_stride, w, sources, panel, out, out_stride);
-      panel += N;
-    };
-    while (end - panel >= P) next(Rows<P>{});
-    if constexpr (P > 1)
-      while (panel < end) next(Rows<1>{});
+    constexpr int R = decltype(tile_rows)::value;
+    for_panels<R>(begin, end, [&](auto count, int64_t panel) __attribute__((always_inline)) {
+      constexpr int P = decltype(count)::value;
+      decltype(source<S>(w, 0)) sources[P];
+      for (int p = 0; p < P; ++p) sources[p] = source<S>(w, panel + p);
+      multiply_panels<E, R, P>(x, x_stride, w, sources, panel, out, out_stride);
+    });
   });
 }
 

@@ -34,15 +34,15 @@ struct Tile {
   }
 
   void read(const float* c, int64_t c_stride) {
-    static_assert(P == 1);
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < VECS; ++v) sums[0][r][v] = load(c + r * c_stride + v * LANES);
+    for (int p = 0; p < P; ++p)
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < VECS; ++v) sums[p][r][v] = load(c + r * c_stride + p * COLUMNS + v * LANES);
   }
 
   void write(float* c, int64_t c_stride) const {
-    static_assert(P == 1);
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < VECS; ++v) store(c + r * c_stride + v * LANES, sums[0][r][v]);
+    for (int p = 0; p < P; ++p)
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < VECS; ++v) store(c + r * c_stride + p * COLUMNS + v * LANES, sums[p][r][v]);
   }
 
   template <typename Source>
@@ -67,15 +67,30 @@ struct Tile {
   }
 };
 
-template <int R>
-struct Rows {
-  static constexpr int count = R;
+template <int N>
+struct Count {
+  static constexpr int value = N;
 };
 
-// Calls body(Rows<R>, first row) for full tiles, then for what is left.
+// Calls body(Count<R>, first row) for full tiles, then for what is left.
 template <int R = TILE_ROWS, typename Body>
 static inline void for_tiles(int64_t rows, Body body, int64_t first = 0) {
-  for (; rows - first >= R; first += R) body(Rows<R>{}, first);
+  for (; rows - first >= R; first += R) body(Count<R>{}, first);
   if constexpr (R > 1)
     if (first < rows) for_tiles<R - 1>(rows, body, first);
+}
+
+// Panels that a tile of few rows takes at once: one chain of additions a row does not keep a core busy.
+constexpr int panels_at_once(int rows) {
+  constexpr int sums = LANES == 16 ? 16 : 4;
+  return rows * 4 <= sums ? 4 : rows * 2 <= sums ? 2 : 1;
+}
+
+// Calls body(Count<P>, panel) for panels [begin, end), as many at once as suit a tile of R rows.
+template <int R, typename Body>
+static inline void for_panels(int64_t begin, int64_t end, Body body) {
+  constexpr int P = panels_at_once(R);
+  for (; end - begin >= P; begin += P) body(Count<P>{}, begin);
+  if constexpr (P > 1)
+    for (; begin < end; ++begin) body(Count<1>{}, begin);
 }
