@@ -156,7 +156,7 @@ class BatchingConfig:
     )
     max_lease_steps: int = env("MAX_LEASE_STEPS", 16, "Steps a worker may repeat one plan.", minimum=1)
     max_queued_plans: int = env(
-        "MAX_QUEUED_PLANS", 3, "Plans in flight per worker: one running, the rest queued.", minimum=1
+        "MAX_QUEUED_PLANS", 2, "Plans in flight per worker: one running, the rest queued.", minimum=1
     )
     kv_watermark: float = env(
         "KV_WATERMARK",
