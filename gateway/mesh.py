@@ -136,7 +136,7 @@ class Mesh:
         """One result each, a ResponseError where Redis refused. Raises redis-py's other errors."""
         async with redis.pipeline(transaction=False) as pipe:
             for submit in batch:
-                pipe.eval(_SUBMIT, len(submit.keys), *submit.keys, *submit.args)  # type: ignore[arg-type]
+                pipe.eval(_SUBMIT, len(submit.keys), *submit.keys, *submit.args)
             results: list[Any] = await pipe.execute(raise_on_error=False)
         return results
 

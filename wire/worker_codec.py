@@ -139,7 +139,7 @@ def _decode_decodes(m: pb.StepPlan) -> list[Decode]:
     if len(plain.seq_ids) != len(plain.incarnations) or len(m.decodes) != len(m.decodes_at):
         raise EntryMalformed("step plan: columns of unequal length")
     # SeqId is not called: it would cost as much as the rest.
-    decodes: list[Decode] = list(map(Decode, plain.seq_ids, plain.incarnations))
+    decodes: list[Decode] = list(map(Decode, plain.seq_ids, plain.incarnations))  # type: ignore[arg-type]
     for position, d in zip(m.decodes_at, m.decodes, strict=True):
         decodes.insert(position, Decode(SeqId(d.seq_id), d.incarnation, _decode_grant(d.HasField("grant"), d.grant)))
     return decodes
@@ -233,7 +233,7 @@ def _decode_all_progress(m: pb.StepReport) -> list[Progress]:
         raise EntryMalformed("step report: columns of unequal length")
     # SeqId is not called: it would cost as much as the rest.
     progress: list[Progress] = [
-        Progress(seq_id, incarnation, num_computed, [token])
+        Progress(seq_id, incarnation, num_computed, [token])  # type: ignore[arg-type]
         for seq_id, incarnation, num_computed, token in zip(*columns, strict=True)
     ]
     for position, other in zip(m.progress_at, m.progress, strict=True):
