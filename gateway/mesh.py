@@ -112,10 +112,11 @@ class Mesh:
         try:
             results = await self._run_submits(self._submit_redis, batch)
         except REDIS_ERRORS as error:
-            log.warning("submit failed: %s", error)
             batch = [*batch, *self._submits]  # those behind it would wait as long for the same
             self._submits.clear()
             results = [error] * len(batch)
+        for failure in {str(result) for result in results if isinstance(result, Exception)}:
+            log.warning("submit failed: %s", failure)
         for submit, result in zip(batch, results, strict=True):
             if submit.admitted.done():  # its handler waits no longer, and cancels what may have got in
                 continue
