@@ -13,6 +13,7 @@
 #include "tile.h"
 
 constexpr int64_t BLOCK = 128;      // positions whose scores are held at once
+constexpr int64_t KEYS_AHEAD = 64;  // positions between the keys asked for and those that are read
 constexpr int64_t SPLIT = 512;      // positions of one work item; gpu_worker/attention/cpu_backend.py has it too
 constexpr int64_t ITEM_ROWS = 64;   // query rows (a query times a head) that share a block's K and V
 constexpr int64_t MAX_HEAD_DIM = 256;
@@ -51,6 +52,12 @@ static inline void transpose(const float* tokens, int64_t stride, int64_t count,
         *reinterpret_cast<vec4_in_memory*>(columns + (d + i) * COLUMNS + t) = out[i];
     }
   }
+}
+
+// Asks for the heads of 16 tokens that will be read soon. Some may be beyond the last: nothing comes of it.
+static inline void fetch(const float* tokens, int64_t stride, int64_t head_dim) {
+  for (int64_t t = 0; t < COLUMNS; ++t)
+    for (int64_t d = 0; d < head_dim; d += COLUMNS) __builtin_prefetch(tokens + t * stride + d);
 }
 
 // Softmax weights of one row in place, [from, to) of scores [BLOCK] seen; 0 for the others of [0, padded).
@@ -108,8 +115,13 @@ static void attend_split(const float* q, int64_t q_stride, const float* keys, co
       const int64_t page = table[position / shape.page_size];
       return (page * shape.page_size + position % shape.page_size) * shape.token_stride() + kv_head * dim;
     };
-    for (int64_t at = 0; at < count; at += COLUMNS)
+    for (int64_t at = 0; at < count; at += COLUMNS) {
+      if (rows <= TILE_ROWS) {  // too little work to hide where K and V come from
+        if (block + at + KEYS_AHEAD < split_end) fetch(keys + slot(at + KEYS_AHEAD), shape.token_stride(), dim);
+        fetch(values + slot(at), shape.token_stride(), dim);
+      }
       transpose(keys + slot(at), shape.token_stride(), count - at, dim, key_columns + at * dim);
+    }
     for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
       constexpr int R = decltype(tile_rows)::value;
       for_panels<R>(0, (count + COLUMNS - 1) / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
