@@ -37,7 +37,7 @@ class PackedCausalLM:
         attention: StepAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """token_ids, slots: [num_tokens] → float32 logits [len(logit_rows), vocab_size] of those rows."""
+        """token_ids, slots: [num_tokens] → float32 logits [len(logit_rows), vocab_size] of those rows, ascending."""
         assert isinstance(attention, CpuStepAttention), "the kernels attend by themselves"
         if kv_cache is not self._kv_cache:
             self._model, self._kv_cache = _model(self._config, self._packed, kv_cache), kv_cache

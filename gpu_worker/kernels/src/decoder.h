@@ -38,7 +38,7 @@ struct Step {
   const int64_t *token_ids, *slots;  // [rows]
   const float *cos, *sin;            // [rows, head_dim / 2]
   AttentionPlan attention;
-  const int64_t* logit_rows;
+  const int64_t* logit_rows;  // ascending
   int64_t num_logit_rows;
   float* logits;  // [num_logit_rows, vocab]
   Workspace workspace;
@@ -66,18 +66,32 @@ static inline void embed(const Model& model, int64_t token, float* to) {
   }
 }
 
+// Of the last layer's rows only those whose logits are wanted go on: moved to the front, in order.
+static inline void keep_logit_rows(const Step& step, float* rows, int64_t size) {
+  for (int64_t i = 0; i < step.num_logit_rows; ++i)
+    if (step.logit_rows[i] != i) memcpy(rows + i * size, rows + step.logit_rows[i] * size, size * sizeof(float));
+}
+
 static inline void decode_layer(Team& team, const Model& model, const Layer& layer, const Step& step, float* scratch) {
   const Workspace& to = step.workspace;
   const Shape shape{{model.heads, model.kv_heads, model.head_dim}, model.page_size, layer.window};
-  const int64_t rows = step.rows, hidden = model.hidden, row_size = shape.row_size();
+  const int64_t hidden = model.hidden, row_size = shape.row_size(), attended_size = layer.output.depth;
   const float eps = model.eps;
+  int64_t rows = step.rows;
   rms_norm(team, to.x, layer.attention_norm, to.normed, rows, hidden, eps);
   linear<STORE>(team, to.normed, hidden, rows, layer.qkv, to.qkv, row_size, scratch);
   rope_and_write(team, to.qkv, layer.q_norm, layer.k_norm, eps, step.cos, step.sin, step.slots, layer.keys,
                  layer.values, rows, shape);
   attend(team, to.qkv, row_size, layer.keys, layer.values, to.attended, step.attention, shape,
          1.0f / __builtin_sqrtf(model.head_dim));
-  linear<ADD>(team, to.attended, layer.output.depth, rows, layer.output, to.x, hidden, scratch);
+  if (&layer == model.layers + model.num_layers - 1) {
+    team.share(1, [&](int64_t, int64_t) {
+      keep_logit_rows(step, to.x, hidden);
+      keep_logit_rows(step, to.attended, attended_size);
+    });
+    rows = step.num_logit_rows;
+  }
+  linear<ADD>(team, to.attended, attended_size, rows, layer.output, to.x, hidden, scratch);
   rms_norm(team, to.x, layer.mlp_norm, to.normed, rows, hidden, eps);
   swiglu(team, to.normed, hidden, rows, layer.gate, layer.up, to.inner, layer.gate.columns, scratch);
   linear<ADD>(team, to.inner, layer.down.depth, rows, layer.down, to.x, hidden, scratch);
@@ -91,9 +105,6 @@ static inline void decode(Team& team, int64_t thread, const Model& model, const 
     for (int64_t row = begin; row < end; ++row) embed(model, step.token_ids[row], to.x + row * hidden);
   });
   for (int64_t i = 0; i < model.num_layers; ++i) decode_layer(team, model, model.layers[i], step, scratch);
-  team.share(rows, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      normalize(to.x + step.logit_rows[i] * hidden, model.norm, to.normed + i * hidden, hidden, model.eps);
-  });
+  rms_norm(team, to.x, model.norm, to.normed, rows, hidden, model.eps);
   linear<STORE>(team, to.normed, hidden, rows, model.head, step.logits, model.head.columns, scratch);
 }
