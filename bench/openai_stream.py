@@ -143,8 +143,17 @@ class StreamClient:
         outcome.end_s = time.perf_counter()
         return outcome
 
+    async def _post(self, target: Target, path: str, body: bytes) -> aiohttp.ClientResponse:
+        """Some servers close a connection after a streamed answer unannounced, just as it is used again: once more."""
+        try:
+            return await self._http.post(target.url + path, data=body, headers=target.headers())
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self._http.post(target.url + path, data=body, headers=target.headers())
+
     async def _stream(self, target: Target, path: str, body: bytes, outcome: Outcome) -> None:
-        async with self._http.post(target.url + path, data=body, headers=target.headers()) as answer:
+        async with await self._post(target, path, body) as answer:
             if answer.status != 200:
                 outcome.reason = f"HTTP {answer.status}"
                 outcome.result = Result.REJECTED if answer.status in REJECTIONS else Result.ERROR

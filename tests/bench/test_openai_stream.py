@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,29 @@ async def test_nobody_there_is_no_connection(client: StreamClient) -> None:
     assert (await client.send(target, HELLO)).reason == "no connection"
     with pytest.raises(BenchFailed, match="nothing listens at"):
         await client.first_model(target)
+
+
+async def test_a_server_that_closes_a_kept_connection_costs_no_request(client: StreamClient) -> None:
+    """It answers once on each connection and closes it, unannounced, when it is used again, as llama.cpp's may."""
+    body = b'data: {"choices":[{"text":"a","finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connections = 0
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + body)
+        with suppress(asyncio.IncompleteReadError):  # the last one is closed by the client
+            await reader.readuntil(b"\r\n\r\n")  # the first request's body, and the next request's head
+        writer.close()
+
+    async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server:
+        target = Target(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", model="m")
+        outcomes = [await client.send(target, HELLO) for _ in range(3)]
+        server.close()
+    assert [outcome.result for outcome in outcomes] == [Result.OK] * 3
+    assert connections == 3
 
 
 async def test_more_requests_than_connections_in_a_usual_pool_run_at_once(client: StreamClient) -> None:
