@@ -69,13 +69,12 @@ static inline float weigh(float* scores, int64_t from, int64_t to, int64_t padde
   }
   for (int64_t i = 0; i < from; ++i) scores[i] = NOTHING;
   for (int64_t i = to; i < padded; ++i) scores[i] = NOTHING;
-  vec highest = broadcast(maximum);
+  vec maxima = broadcast(maximum);
   for (int64_t i = 0; i < padded; i += LANES) {
     const vec s = load(scores + i);
-    highest = s > highest ? s : highest;
+    maxima = s > maxima ? s : maxima;
   }
-  float new_maximum = highest[0];
-  for (int lane = 1; lane < LANES; ++lane) new_maximum = highest[lane] > new_maximum ? highest[lane] : new_maximum;
+  const float new_maximum = highest(maxima);
   for (int64_t i = 0; i < padded; i += LANES) store(scores + i, exp(load(scores + i) - new_maximum));
   for (int64_t i = 0; i < from; ++i) scores[i] = 0.0f;
   for (int64_t i = to; i < padded; ++i) scores[i] = 0.0f;

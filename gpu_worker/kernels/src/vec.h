@@ -64,8 +64,25 @@ static inline vec exp(vec x) {
 
 static inline float exp(float x) { return exp(broadcast(x))[0]; }
 
+// Lane i becomes lane i + SHIFT.
+template <int SHIFT>
+static inline vec rotated(vec values) {
+  ivec index;
+  for (int lane = 0; lane < LANES; ++lane) index[lane] = (lane + SHIFT) % LANES;
+  return __builtin_shuffle(values, index);
+}
+
+template <int SHIFT = LANES / 2>
 static inline float sum(vec values) {
-  float total = values[0];
-  for (int lane = 1; lane < LANES; ++lane) total += values[lane];
-  return total;
+  values += rotated<SHIFT>(values);
+  if constexpr (SHIFT > 1) return sum<SHIFT / 2>(values);
+  return values[0];
+}
+
+template <int SHIFT = LANES / 2>
+static inline float highest(vec values) {
+  const vec others = rotated<SHIFT>(values);
+  values = others > values ? others : values;
+  if constexpr (SHIFT > 1) return highest<SHIFT / 2>(values);
+  return values[0];
 }
