@@ -19,7 +19,7 @@ from torch.nn.functional import linear, silu
 from gpu_worker.attention.cpu_backend import CpuAttention
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.kernels.build import library_path
-from gpu_worker.kernels.library import Kernels, PackedLinear, pack
+from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, PackedLinear, pack, pack_scales
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
 from gpu_worker.step_batch import StepBatch
 from wire.config import ModelConfig, load
@@ -44,15 +44,15 @@ def turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str
 class Linears:
     """Every matrix of a model, random, in torch's layout and in ours."""
 
-    def __init__(self, config: DecoderConfig, kernels: Kernels) -> None:
+    def __init__(self, config: DecoderConfig, kernels: Kernels, stored: torch.dtype) -> None:
         self._kernels = kernels
         hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         qkv = heads + 2 * config.num_kv_heads * config.head_dim
         shapes = [(qkv, hidden), (hidden, heads), (inner, hidden), (inner, hidden), (hidden, inner)]
         self._layers = [[torch.randn(shape) for shape in shapes] for _ in range(config.num_layers)]
         self._head = torch.randn(config.vocab_size, hidden)
-        self._packed = [[PackedLinear(pack(w), None, len(w)) for w in layer] for layer in self._layers]
-        self._packed_head = PackedLinear(pack(self._head), None, len(self._head))
+        self._packed = [[_packed(w, stored) for w in layer] for layer in self._layers]
+        self._packed_head = _packed(self._head, stored)
         self.layer_elements = sum(w.numel() for layer in self._layers for w in layer)
         self.head_elements = self._head.numel()
 
@@ -74,15 +74,21 @@ class Linears:
         self._kernels.linear(x[:logit_rows], self._packed_head, torch.empty(logit_rows, self._packed_head.columns))
 
 
+def _packed(weight: torch.Tensor, stored: torch.dtype) -> PackedLinear:
+    scales = pack_scales(weight) if stored is torch.int8 else None
+    return PackedLinear(pack(weight, stored), None, len(weight), scales)
+
+
 def read_bandwidth(buffer: torch.Tensor) -> Callable[[], object]:
     """Reads it all, as fast as torch's threads can."""
     return lambda: buffer.sum()
 
 
-def compare_linears(config: DecoderConfig, kernels: Kernels, rounds: int) -> None:
-    linears = Linears(config, kernels)
+def compare_linears(config: DecoderConfig, kernels: Kernels, stored: torch.dtype, rounds: int) -> None:
+    linears = Linears(config, kernels, stored)
+    print(f"weights stored as {str(stored).removeprefix('torch.')}; torch's are float32")
     print(f"{'linears, rows':>14} {'torch ms':>9} {'ours ms':>9} {'ratio':>6} {'GFLOP/s':>8} {'÷ reading once':>14}")
-    buffer = torch.ones(linears.layer_elements + linears.head_elements)
+    buffer = torch.ones((linears.layer_elements + linears.head_elements) * stored.itemsize // 4)
     for rows in ROWS:
         logit_rows = rows if rows <= 32 else 1
         x = torch.randn(rows, config.hidden_size)
@@ -132,6 +138,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--instruction-set", help="avx512, avx2 or baseline; default: the best this CPU has")
+    parser.add_argument("--stored", choices=[str(t).removeprefix("torch.") for t in PANEL_DTYPES], default="float32")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = load(ModelConfig, os.environ)
@@ -139,7 +146,7 @@ def main() -> None:
     kernels = Kernels(library_path(cache_root(model)), arguments.instruction_set)
     print(f"{kernels.instruction_set}, {arguments.threads} threads, medians of {arguments.rounds} rounds taken in turn")
     with torch.inference_mode():
-        compare_linears(config, kernels, arguments.rounds)
+        compare_linears(config, kernels, getattr(torch, arguments.stored), arguments.rounds)
         compare_attention(config, kernels, arguments.rounds)
 
 
