@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import linear, silu
@@ -93,6 +98,21 @@ def test_a_row_is_bitwise_the_same_in_any_batch_and_with_any_threads(kernels: Ke
                     assert torch.equal(part, all_rows[start : start + size])
     finally:
         torch.set_num_threads(threads)
+
+
+def test_fewer_threads_than_asked_for_do_the_work(built: Path) -> None:
+    """As under OMP_THREAD_LIMIT or OMP_DYNAMIC: nobody waits for a thread that was never started."""
+    script = """if True:
+        import sys, torch
+        from pathlib import Path
+        from gpu_worker.kernels.library import Kernels, PackedLinear, pack
+        torch.set_num_threads(2)
+        weight, x, out = torch.randn(64, 32), torch.randn(3, 32), torch.empty(3, 64)
+        Kernels(Path(sys.argv[1])).linear(x, PackedLinear(pack(weight), None, 64), out)
+        torch.testing.assert_close(out, x @ weight.T, rtol=1e-4, atol=1e-4)
+    """
+    environ = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    subprocess.run([sys.executable, "-c", script, str(built)], env=environ, check=True, timeout=60)
 
 
 def test_strided_rows_and_nothing_beside_the_output_is_written(kernels: Kernels) -> None:

@@ -22,9 +22,8 @@ static inline void relax() {
 
 class Team {
  public:
-  explicit Team(int64_t threads) : threads_(threads) {}
-
-  int64_t threads() const { return threads_; }
+  // Called by each thread first. The runtime may have started fewer than were asked for.
+  void join() { __atomic_store_n(&threads_, int64_t{omp_get_num_threads()}, __ATOMIC_RELAXED); }
 
   // Body(begin, end) over [0, total), each piece by whichever thread is free: large pieces first, so that memory is
   // read in long runs, then small ones, so that all end together. Every thread of the team calls it; returns when
@@ -72,13 +71,16 @@ class Team {
   alignas(64) int64_t arrived_ = 0;
   uint32_t phase_ = 0;
   uint32_t sleepers_ = 0;
-  const int64_t threads_;
+  int64_t threads_ = 0;
 };
 
-// Runs body(team, thread) on `threads` threads, the caller's included.
+// Runs body(team, thread) on up to `threads` threads, the caller's included.
 template <typename Body>
 static inline void with_team(int64_t threads, Body body) {
-  Team team(threads);
+  Team team;
 #pragma omp parallel num_threads(threads)
-  body(team, omp_get_thread_num());
+  {
+    team.join();
+    body(team, omp_get_thread_num());
+  }
 }
