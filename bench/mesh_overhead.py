@@ -31,6 +31,9 @@ from wire.config import ModelConfig, load
 from wire.model_path import model_path
 
 READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+CLIENT_TIMEOUT_S = 300.0
+"""Beyond the time a run is meant to take: its last answers, and the check of every token."""
 PACED_STEP_S = 0.020
 PACED_STREAMS = 16
 IDLE_STREAMS = 1000
@@ -72,7 +75,10 @@ def simulated_stack(variables: dict[str, str]) -> Iterator[Stack]:
             yield Stack(stack["gateway_url"], pids)
         finally:
             up.send_signal(signal.SIGTERM)
-            up.wait()
+            try:
+                up.wait(STOP_TIMEOUT_S)
+            finally:
+                up.kill()  # what has not ended by itself; its services die with it
 
 
 def model_facts() -> dict[str, Any]:
@@ -94,6 +100,7 @@ def run_client(run: Run) -> Result:
         input=json.dumps(asdict(run)).encode(),
         stdout=subprocess.PIPE,
         check=True,
+        timeout=run.warm_up_s + run.measure_s + CLIENT_TIMEOUT_S,
     )
     return Result(**json.loads(done.stdout))
 

@@ -89,7 +89,7 @@ static inline vec finish(vec out, vec y) {
   return out / (1.0f + exp(-out)) * y;
 }
 
-// `from` (a bias, or 0) is added to each row's sums, the rest is the epilogue's. `width` columns of the panel are real.
+// A panel's sums, its bias added (or null), go through the epilogue. `width` columns of the panel are real.
 template <Epilogue E, int R>
 static inline void finish_panel(const vec (&sums)[R][VECS], const float* bias, float* out, int64_t out_stride,
                                 int64_t width) {

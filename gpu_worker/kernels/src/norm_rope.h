@@ -32,7 +32,7 @@ static inline void rotate(const float* head, const float* cos, const float* sin,
   }
 }
 
-// Of every layer alike. rows: of the step.
+// Of every layer alike.
 struct HeadShape {
   int64_t heads, kv_heads, head_dim;
   int64_t row_size() const { return (heads + 2 * kv_heads) * head_dim; }
