@@ -29,7 +29,7 @@ from scheduler.events import Event, Request, RequestArrived, StepReported, Worke
 from wire.collector import calm_collector
 from wire.config import BatchingConfig
 from wire.ids import UNIT_TOKENS, Epoch, Fence, GatewayId, RequestId, SeqId, WorkerId
-from wire.plan import ModelCard, Progress, StepPlan, StepReport, StepTiming, WorkerInfo
+from wire.plan import ModelCard, Progress, Role, StepPlan, StepReport, StepTiming, WorkerInfo
 from wire.sampling import FinishReason, SamplingParams
 
 SIZES = (1, 8, 64, 512, 4096)
@@ -56,7 +56,9 @@ class EchoWorker:
     """Reports every step of every plan, as a worker that computes nothing would."""
 
     def __init__(self, num_pages: int) -> None:
-        self.info = WorkerInfo(WorkerId("w"), Epoch(1), "both", "127.0.0.1:1", CARD, num_pages, PAGE_SIZE, UNIT_TOKENS)
+        self.info = WorkerInfo(
+            WorkerId("w"), Epoch(1), Role.BOTH, "127.0.0.1:1", CARD, num_pages, PAGE_SIZE, UNIT_TOKENS
+        )
         self.plans: deque[StepPlan] = deque()
         self._running: dict[SeqId, _Running] = {}
         self._members: list[SeqId] = []

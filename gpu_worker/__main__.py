@@ -31,6 +31,7 @@ from wire.entries import WorkerEntry
 from wire.errors import ConfigInvalid, MeshError
 from wire.ids import Epoch, WorkerId
 from wire.model_path import cache_root, model_path, served_name
+from wire.plan import Role
 from wire.redis_client import open_redis
 from wire.stop_signals import stop_signals
 
@@ -46,7 +47,7 @@ def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
     return WorkerIdentity(
         worker_id=WorkerId(config.worker_id or f"{socket.gethostname()}-{bound_port}"),
         advertise_address=config.advertise_address or f"{host}:{bound_port}",
-        role=config.role,
+        role=Role(config.role),
     )
 
 

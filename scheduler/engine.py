@@ -21,10 +21,13 @@ from scheduler.events import (
     ChoiceProgress,
     Event,
     FenceLost,
+    PullReported,
     Request,
     RequestArrived,
+    RoleChanged,
     StepReported,
     Tick,
+    TierChanged,
     WorkerDown,
     WorkerUp,
 )
@@ -89,6 +92,8 @@ class Engine:
                 worker = self._workers.get(worker_id)
                 if worker is not None and worker.epoch == epoch:
                     self._take_report(worker, report)
+            case PullReported() | TierChanged() | RoleChanged():
+                pass
             case Tick():
                 self._give_up_without_workers()
             case FenceLost():

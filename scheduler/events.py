@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from wire.ids import Epoch, GatewayId, RequestId, UnitHash, WorkerId
-from wire.plan import PageUnits, StepReport, WorkerInfo
+from wire.plan import PageUnits, PullReport, Role, StepReport, TierUnits, WorkerInfo
 from wire.sampling import FinishReason, SamplingParams
 
 
@@ -58,6 +58,8 @@ class WorkerUp:
 
     info: WorkerInfo
     residents: list[PageUnits]
+    tiers: list[TierUnits] = field(default_factory=list)
+    """What it holds below its pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,32 @@ class StepReported:
 
 
 @dataclass(frozen=True, slots=True)
+class PullReported:
+    """A transfer into a worker's pages goes on, or is over."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    report: PullReport
+
+
+@dataclass(frozen=True, slots=True)
+class TierChanged:
+    """Units entered or left one of a worker's tiers below its pages."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    units: TierUnits
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChanged:
+    """An operator gave a worker another role: what runs there runs on, what comes follows the new one."""
+
+    worker_id: WorkerId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; send at least every 250 ms."""
 
@@ -86,4 +114,15 @@ class FenceLost:
     """Another scheduler is active: forget everything, command nothing more."""
 
 
-Event: TypeAlias = RequestArrived | CancelRequested | WorkerUp | WorkerDown | StepReported | Tick | FenceLost
+Event: TypeAlias = (
+    RequestArrived
+    | CancelRequested
+    | WorkerUp
+    | WorkerDown
+    | StepReported
+    | PullReported
+    | TierChanged
+    | RoleChanged
+    | Tick
+    | FenceLost
+)

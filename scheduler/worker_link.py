@@ -14,13 +14,20 @@ import grpc
 
 from observability import names
 from observability.tracing import Tracer
-from scheduler.events import Event, StepReported, WorkerDown, WorkerUp
+from scheduler.events import Event, PullReported, StepReported, TierChanged, WorkerDown, WorkerUp
 from wire import worker_pb2 as pb
 from wire.entries import WorkerEntry
 from wire.errors import EntryMalformed
 from wire.ids import Epoch, Fence
-from wire.plan import PageUnits, StepPlan, WorkerInfo
-from wire.worker_codec import decode_hello, decode_report, decode_residents, encode_plan
+from wire.plan import Residents, StepPlan, WorkerInfo
+from wire.worker_codec import (
+    decode_hello,
+    decode_pull_report,
+    decode_report,
+    decode_residents,
+    decode_tier_units,
+    encode_plan,
+)
 from wire.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -139,7 +146,7 @@ class WorkerLink:
                 info, residents = await self._greet(call)
                 self._plans = asyncio.Queue(MAX_UNSENT_PLANS)
                 self.epoch = info.epoch
-                await self._owner.worker_up(WorkerUp(info, residents))
+                await self._owner.worker_up(WorkerUp(info, residents.pages, residents.tiers))
                 await self._exchange(call, info)
             except _SessionEnded as ended:
                 reason = str(ended)
@@ -155,7 +162,7 @@ class WorkerLink:
             await self._owner.inbox.put(WorkerDown(info.worker_id, info.epoch, reason))
         return reason, info is not None
 
-    async def _greet(self, call: Call) -> tuple[WorkerInfo, list[PageUnits]]:
+    async def _greet(self, call: Call) -> tuple[WorkerInfo, Residents]:
         """Attach; returns what the worker is and which units it kept. Raises _SessionEnded or AioRpcError."""
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
@@ -164,14 +171,18 @@ class WorkerLink:
                 info = decode_hello((await _read(call, "hello")).hello)
                 if info.worker_id != self._entry.worker_id:
                     raise _SessionEnded(f"{self._entry.address} is worker {info.worker_id!r}")
-                residents: list[PageUnits] = []
+                residents = Residents()
                 last = False
                 while not last:
                     message = await _read(call, "residents")
-                    residents += decode_residents(message.residents)
+                    part = decode_residents(message.residents)
+                    residents.pages += part.pages
+                    residents.tiers += part.tiers
                     last = message.residents.last
         except TimeoutError as error:
             raise _SessionEnded(f"no Hello within {GREETING_TIMEOUT_S:g} s") from error
+        except EntryMalformed as error:
+            raise _SessionEnded(error.message) from error
         if refusal := self._owner.refusal(info):
             raise _SessionEnded(refusal)
         return info, residents
@@ -189,12 +200,12 @@ class WorkerLink:
 
     async def _read_reports(self, call: Call, info: WorkerInfo) -> NoReturn:
         while True:
-            message = await _read(call, "report")
+            message = await _read(call, "report", "pull_report", "tier_units")
             try:
-                report = decode_report(message.report)
+                event = _event(info, message)
             except EntryMalformed as error:
                 raise _SessionEnded(error.message) from error
-            await self._owner.inbox.put(StepReported(info.worker_id, info.epoch, report))
+            await self._owner.inbox.put(event)
 
     async def _write_plans(self, call: Call) -> NoReturn:
         while True:
@@ -221,11 +232,22 @@ async def _write(call: Call, message: pb.ToWorker) -> None:
         raise _SessionEnded("the worker closed the stream") from error
 
 
-async def _read(call: Call, body: str) -> pb.ToScheduler:
-    """The next message, which must be a `body`."""
+def _event(info: WorkerInfo, message: pb.ToScheduler) -> Event:
+    """What an open session's message says. Raises EntryMalformed."""
+    match message.WhichOneof("body"):
+        case "pull_report":
+            return PullReported(info.worker_id, info.epoch, decode_pull_report(message.pull_report))
+        case "tier_units":
+            return TierChanged(info.worker_id, info.epoch, decode_tier_units(message.tier_units))
+        case _:
+            return StepReported(info.worker_id, info.epoch, decode_report(message.report))
+
+
+async def _read(call: Call, *bodies: str) -> pb.ToScheduler:
+    """The next message, which must be one of these."""
     message = await call.read()
     if not isinstance(message, pb.ToScheduler):  # grpc.aio.EOF
         raise _SessionEnded("the worker closed the stream")
-    if message.WhichOneof("body") != body:
-        raise _SessionEnded(f"expected {body}, got {message.WhichOneof('body')}")
+    if message.WhichOneof("body") not in bodies:
+        raise _SessionEnded(f"expected {' or '.join(bodies)}, got {message.WhichOneof('body')}")
     return message

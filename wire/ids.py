@@ -20,6 +20,9 @@ Fence = NewType("Fence", int)
 PlanId = NewType("PlanId", int)
 """Counts up per worker session; plans run in this order."""
 
+PullId = NewType("PullId", int)
+"""One transfer of KV into a worker's pages; counts up per scheduler."""
+
 PageId = NewType("PageId", int)
 """Index of a page in one worker's KV tensors, in [0, num_pages)."""
 

@@ -6,8 +6,9 @@ wire/worker_codec.py turns them into worker.proto's messages and back; nothing e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from wire.ids import Epoch, Fence, PageId, PlanId, RequestId, SeqId, UnitHash, WorkerId
+from wire.ids import Epoch, Fence, PageId, PlanId, PullId, RequestId, SeqId, UnitHash, WorkerId
 from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -24,18 +25,45 @@ class ModelCard:
     kv_dtype: str
 
 
+class Tier(StrEnum):
+    """Where a unit's KV lies: in a page of a worker's device, or below it. Fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    REDIS = "redis"
+
+
+LOWER_TIERS = (Tier.HOST, Tier.DISK, Tier.REDIS)
+
+
+class Role(StrEnum):
+    """What a worker runs: prompts, outputs, or both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """A worker's Hello."""
 
     worker_id: WorkerId
     epoch: Epoch
-    role: str
+    role: Role
     advertise_address: str
     model: ModelCard
     num_pages: int
     page_size: int
     unit_tokens: int
+    unit_bytes: int = 0
+    """K and V of one unit in all layers; 0: it neither gives nor takes KV."""
+    host_id: str = ""
+    """Equal on two workers that may share memory."""
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: int = 0
+    """The pool it belongs to, by prompt length; 0 and 0: any."""
 
 
 @dataclass(slots=True)
@@ -44,6 +72,23 @@ class PageUnits:
 
     page_id: PageId
     unit_hashes: list[UnitHash]
+
+
+@dataclass(slots=True)
+class TierUnits:
+    """Units that entered or left one of a worker's tiers below its KV pages, in this order: dropped, then stored."""
+
+    tier: Tier
+    stored: list[UnitHash] = field(default_factory=list)
+    dropped: list[UnitHash] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Residents:
+    """What a worker holds when a session begins: its pages' units, and those of its lower tiers."""
+
+    pages: list[PageUnits] = field(default_factory=list)
+    tiers: list[TierUnits] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -107,10 +152,34 @@ class PageCopy:
 
 @dataclass(slots=True)
 class KvPull:
+    """Bring consecutive units of one chain into pages of the worker that gets this, filling them from the first slot
+    of the first page on. The source is another worker, or its own lower tiers: then it bears its own id."""
+
+    pull_id: PullId
+    source_worker_id: WorkerId
     source_address: str
     source_epoch: Epoch
-    source_pages: list[PageId]
+    unit_hashes: list[UnitHash]
     target_pages: list[PageId]
+    lease_ms: int
+    """The source's pages are pinned so long, from each PullReport on."""
+
+
+@dataclass(slots=True)
+class PullReport:
+    """A pull goes on (which renews its lease), or is over: exactly one with `done` for each."""
+
+    pull_id: PullId
+    done: bool
+    num_units: int = 0
+    """The first so many units lie in the target pages; with `done` only."""
+    failure: str | None = None
+    """Why not all of them."""
+    transport: str = ""
+    """shm | grpc | nixl | host | disk | redis."""
+    num_bytes: int = 0
+    """Moved."""
+    elapsed_us: int = 0
 
 
 @dataclass(slots=True)
@@ -121,7 +190,8 @@ class Release:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a worker runs next. Order within a plan: releases, page copies, then up to max_steps steps."""
+    """What a worker runs next. Order within a plan: releases, cancelled pulls, page copies, pulls begin, then up to
+    max_steps steps. Pulls run beside the steps of this plan and later ones."""
 
     plan_id: PlanId
     fence: Fence
@@ -131,6 +201,8 @@ class StepPlan:
     page_copies: list[PageCopy] = field(default_factory=list)
     kv_pulls: list[KvPull] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
+    cancelled_pulls: list[PullId] = field(default_factory=list)
+    """Nobody wants them any more: they end soon, in a PullReport all the same."""
 
 
 @dataclass(slots=True)

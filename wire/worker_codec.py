@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 
 from wire import worker_pb2 as pb
 from wire.errors import EntryMalformed
-from wire.ids import Epoch, Fence, PageId, PlanId, RequestId, SeqId, UnitHash, WorkerId
+from wire.ids import Epoch, Fence, PageId, PlanId, PullId, RequestId, SeqId, UnitHash, WorkerId
 from wire.plan import (
+    LOWER_TIERS,
     Child,
     Decode,
     KvPull,
@@ -17,11 +19,16 @@ from wire.plan import (
     PageUnits,
     PrefillChunk,
     Progress,
+    PullReport,
     Release,
+    Residents,
+    Role,
     SequenceStart,
     StepPlan,
     StepReport,
     StepTiming,
+    Tier,
+    TierUnits,
     WorkerInfo,
 )
 from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -121,16 +128,33 @@ def encode_plan(p: StepPlan) -> pb.StepPlan:
             pb.PageCopy(source_page=c.source_page, target_page=c.target_page, num_slots=c.num_slots)
             for c in p.page_copies
         ],
-        kv_pulls=[
-            pb.KvPull(
-                source_address=k.source_address,
-                source_epoch=k.source_epoch,
-                source_pages=k.source_pages,
-                target_pages=k.target_pages,
-            )
-            for k in p.kv_pulls
-        ],
+        kv_pulls=[_encode_pull(k) for k in p.kv_pulls],
         releases=[pb.Release(seq_id=r.seq_id, incarnation=r.incarnation) for r in p.releases],
+        cancelled_pulls=p.cancelled_pulls,
+    )
+
+
+def _encode_pull(k: KvPull) -> pb.KvPull:
+    return pb.KvPull(
+        pull_id=k.pull_id,
+        source_worker_id=k.source_worker_id,
+        source_address=k.source_address,
+        source_epoch=k.source_epoch,
+        unit_hashes=k.unit_hashes,
+        target_pages=k.target_pages,
+        lease_ms=k.lease_ms,
+    )
+
+
+def _decode_pull(m: pb.KvPull) -> KvPull:
+    return KvPull(
+        pull_id=PullId(m.pull_id),
+        source_worker_id=WorkerId(m.source_worker_id),
+        source_address=m.source_address,
+        source_epoch=Epoch(m.source_epoch),
+        unit_hashes=[UnitHash(h) for h in m.unit_hashes],
+        target_pages=[PageId(p) for p in m.target_pages],
+        lease_ms=m.lease_ms,
     )
 
 
@@ -153,16 +177,9 @@ def decode_plan(m: pb.StepPlan) -> StepPlan:
         decodes=_decode_decodes(m),
         max_steps=m.max_steps,
         page_copies=[PageCopy(PageId(c.source_page), PageId(c.target_page), c.num_slots) for c in m.page_copies],
-        kv_pulls=[
-            KvPull(
-                k.source_address,
-                Epoch(k.source_epoch),
-                [PageId(p) for p in k.source_pages],
-                [PageId(p) for p in k.target_pages],
-            )
-            for k in m.kv_pulls
-        ],
+        kv_pulls=[_decode_pull(k) for k in m.kv_pulls],
         releases=[Release(SeqId(r.seq_id), r.incarnation) for r in m.releases],
+        cancelled_pulls=[PullId(p) for p in m.cancelled_pulls],
     )
 
 
@@ -271,6 +288,10 @@ def encode_hello(w: WorkerInfo) -> pb.Hello:
         num_pages=w.num_pages,
         page_size=w.page_size,
         unit_tokens=w.unit_tokens,
+        unit_bytes=w.unit_bytes,
+        host_id=w.host_id,
+        min_prompt_tokens=w.min_prompt_tokens,
+        max_prompt_tokens=w.max_prompt_tokens,
     )
 
 
@@ -279,7 +300,7 @@ def decode_hello(m: pb.Hello) -> WorkerInfo:
     return WorkerInfo(
         worker_id=WorkerId(m.worker_id),
         epoch=Epoch(m.epoch),
-        role=m.role,
+        role=_decode_role(m.role),
         advertise_address=m.advertise_address,
         model=ModelCard(
             name=card.name,
@@ -293,12 +314,53 @@ def decode_hello(m: pb.Hello) -> WorkerInfo:
         num_pages=m.num_pages,
         page_size=m.page_size,
         unit_tokens=m.unit_tokens,
+        unit_bytes=m.unit_bytes,
+        host_id=m.host_id,
+        min_prompt_tokens=m.min_prompt_tokens,
+        max_prompt_tokens=m.max_prompt_tokens,
     )
 
 
-def encode_residents(pages: list[PageUnits], *, last: bool) -> pb.Residents:
-    return pb.Residents(pages=[pb.PageUnits(page_id=p.page_id, unit_hashes=p.unit_hashes) for p in pages], last=last)
+def _decode_role(text: str) -> Role:
+    try:
+        return Role(text)
+    except ValueError as error:
+        raise EntryMalformed(f"hello: role {text!r}, not one of {', '.join(Role)}") from error
 
 
-def decode_residents(m: pb.Residents) -> list[PageUnits]:
-    return [PageUnits(PageId(p.page_id), [UnitHash(h) for h in p.unit_hashes]) for p in m.pages]
+def encode_residents(pages: list[PageUnits], tiers: Iterable[TierUnits] = (), *, last: bool) -> pb.Residents:
+    return pb.Residents(
+        pages=[pb.PageUnits(page_id=p.page_id, unit_hashes=p.unit_hashes) for p in pages],
+        last=last,
+        tiers=[encode_tier_units(t) for t in tiers],
+    )
+
+
+def decode_residents(m: pb.Residents) -> Residents:
+    pages = [PageUnits(PageId(p.page_id), [UnitHash(h) for h in p.unit_hashes]) for p in m.pages]
+    return Residents(pages, [decode_tier_units(t) for t in m.tiers])
+
+
+def encode_tier_units(t: TierUnits) -> pb.TierUnits:
+    return pb.TierUnits(tier=t.tier, stored=t.stored, dropped=t.dropped)
+
+
+def decode_tier_units(m: pb.TierUnits) -> TierUnits:
+    if m.tier not in LOWER_TIERS:
+        raise EntryMalformed(f"tier units: tier {m.tier!r}, not one of {', '.join(LOWER_TIERS)}")
+    return TierUnits(Tier(m.tier), [UnitHash(h) for h in m.stored], [UnitHash(h) for h in m.dropped])
+
+
+_PULL_REPORT = [f.name for f in fields(PullReport) if f.name not in ("pull_id", "failure")]
+
+
+def encode_pull_report(r: PullReport) -> pb.PullReport:
+    return pb.PullReport(
+        pull_id=r.pull_id, failure=r.failure or "", **{name: getattr(r, name) for name in _PULL_REPORT}
+    )
+
+
+def decode_pull_report(m: pb.PullReport) -> PullReport:
+    return PullReport(
+        pull_id=PullId(m.pull_id), failure=m.failure or None, **{name: getattr(m, name) for name in _PULL_REPORT}
+    )

@@ -7,7 +7,7 @@ What the scheduler and a worker say to each other. One bidirectional stream per 
     Attach(fence)          ─────▸
                            ◂─────   Hello, then Residents… (last = true)
     StepPlan(1), (2), …    ─────▸
-                           ◂─────   StepReport (one per step)
+                           ◂─────   StepReport (one per step), PullReport, TierUnits
 
 Either side closing the stream, or an Attach with a higher fence, is the one recovery path: the worker
 finishes its running step, drops queued plans and every sequence, keeps computed units and says Hello again.
@@ -61,24 +61,32 @@ class ToScheduler(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     RESIDENTS_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    PULL_REPORT_FIELD_NUMBER: _builtins.int
+    TIER_UNITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
     def residents(self) -> Global___Residents: ...
     @_builtins.property
     def report(self) -> Global___StepReport: ...
+    @_builtins.property
+    def pull_report(self) -> Global___PullReport: ...
+    @_builtins.property
+    def tier_units(self) -> Global___TierUnits: ...
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         residents: Global___Residents | None = ...,
         report: Global___StepReport | None = ...,
+        pull_report: Global___PullReport | None = ...,
+        tier_units: Global___TierUnits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "report", b"report", "residents", b"residents"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "pull_report", b"pull_report", "report", b"report", "residents", b"residents", "tier_units", b"tier_units"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "report", b"report", "residents", b"residents"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "hello", b"hello", "pull_report", b"pull_report", "report", b"report", "residents", b"residents", "tier_units", b"tier_units"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "residents", "report"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "residents", "report", "pull_report", "tier_units"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -159,6 +167,10 @@ class Hello(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     UNIT_TOKENS_FIELD_NUMBER: _builtins.int
+    UNIT_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    MIN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: _builtins.str
@@ -170,6 +182,13 @@ class Hello(_message.Message):
     """tokens (slots) per page"""
     unit_tokens: _builtins.int
     """tokens per hash unit; page_size % unit_tokens == 0"""
+    unit_bytes: _builtins.int
+    """K and V of one unit in all layers; 0: this worker neither gives nor takes KV"""
+    host_id: _builtins.str
+    """equal on two workers that may share memory"""
+    min_prompt_tokens: _builtins.int
+    """the pool it belongs to, by prompt length; 0 and 0: any"""
+    max_prompt_tokens: _builtins.int
     @_builtins.property
     def model(self) -> Global___ModelCard: ...
     def __init__(
@@ -183,10 +202,14 @@ class Hello(_message.Message):
         num_pages: _builtins.int = ...,
         page_size: _builtins.int = ...,
         unit_tokens: _builtins.int = ...,
+        unit_bytes: _builtins.int = ...,
+        host_id: _builtins.str = ...,
+        min_prompt_tokens: _builtins.int = ...,
+        max_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "epoch", b"epoch", "model", b"model", "num_pages", b"num_pages", "page_size", b"page_size", "role", b"role", "unit_tokens", b"unit_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "epoch", b"epoch", "host_id", b"host_id", "max_prompt_tokens", b"max_prompt_tokens", "min_prompt_tokens", b"min_prompt_tokens", "model", b"model", "num_pages", b"num_pages", "page_size", b"page_size", "role", b"role", "unit_bytes", b"unit_bytes", "unit_tokens", b"unit_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,22 +223,56 @@ class Residents(_message.Message):
 
     PAGES_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     last: _builtins.bool
     @_builtins.property
     def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageUnits]: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUnits]: ...
     def __init__(
         self,
         *,
         pages: _abc.Iterable[Global___PageUnits] | None = ...,
         last: _builtins.bool = ...,
+        tiers: _abc.Iterable[Global___TierUnits] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "pages", b"pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "pages", b"pages", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Residents: _TypeAlias = Residents  # noqa: Y015
+
+@_typing.final
+class TierUnits(_message.Message):
+    """Units that entered or left one of this worker's tiers below its KV pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """host | disk | redis"""
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        stored: _abc.Iterable[_builtins.bytes] | None = ...,
+        dropped: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUnits: _TypeAlias = TierUnits  # noqa: Y015
 
 @_typing.final
 class PageUnits(_message.Message):
@@ -256,6 +313,7 @@ class StepPlan(_message.Message):
     RELEASES_FIELD_NUMBER: _builtins.int
     PLAIN_DECODES_FIELD_NUMBER: _builtins.int
     DECODES_AT_FIELD_NUMBER: _builtins.int
+    CANCELLED_PULLS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     fence: _builtins.int
     max_steps: _builtins.int
@@ -286,6 +344,10 @@ class StepPlan(_message.Message):
     def decodes_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """where each of `decodes` stands among all, ascending"""
 
+    @_builtins.property
+    def cancelled_pulls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """nobody wants them any more; they end in a PullReport all the same"""
+
     def __init__(
         self,
         *,
@@ -299,10 +361,11 @@ class StepPlan(_message.Message):
         releases: _abc.Iterable[Global___Release] | None = ...,
         plain_decodes: Global___PlainDecodes | None = ...,
         decodes_at: _abc.Iterable[_builtins.int] | None = ...,
+        cancelled_pulls: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plain_decodes", b"plain_decodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "decodes_at", b"decodes_at", "fence", b"fence", "kv_pulls", b"kv_pulls", "max_steps", b"max_steps", "page_copies", b"page_copies", "plain_decodes", b"plain_decodes", "plan_id", b"plan_id", "prefill_chunks", b"prefill_chunks", "releases", b"releases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_pulls", b"cancelled_pulls", "decodes", b"decodes", "decodes_at", b"decodes_at", "fence", b"fence", "kv_pulls", b"kv_pulls", "max_steps", b"max_steps", "page_copies", b"page_copies", "plain_decodes", b"plain_decodes", "plan_id", b"plan_id", "prefill_chunks", b"prefill_chunks", "releases", b"releases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,35 +656,94 @@ Global___PageCopy: _TypeAlias = PageCopy  # noqa: Y015
 
 @_typing.final
 class KvPull(_message.Message):
-    """Pages to fetch from another worker (design §8)."""
+    """Units to bring into pages of this worker: from another worker, or from its own lower tiers (design §8). Begins in
+    plan order and runs beside the steps; ends in exactly one PullReport with `done`, until which the pages stay its own.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PULL_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_WORKER_ID_FIELD_NUMBER: _builtins.int
     SOURCE_ADDRESS_FIELD_NUMBER: _builtins.int
     SOURCE_EPOCH_FIELD_NUMBER: _builtins.int
-    SOURCE_PAGES_FIELD_NUMBER: _builtins.int
+    UNIT_HASHES_FIELD_NUMBER: _builtins.int
     TARGET_PAGES_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    pull_id: _builtins.int
+    source_worker_id: _builtins.str
+    """its own id: from its lower tiers"""
     source_address: _builtins.str
     source_epoch: _builtins.int
+    lease_ms: _builtins.int
+    """the source's pages are pinned so long, from each PullReport on"""
     @_builtins.property
-    def source_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def unit_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """consecutive units of one chain"""
+
     @_builtins.property
-    def target_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def target_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """filled from the first slot of the first page on"""
+
     def __init__(
         self,
         *,
+        pull_id: _builtins.int = ...,
+        source_worker_id: _builtins.str = ...,
         source_address: _builtins.str = ...,
         source_epoch: _builtins.int = ...,
-        source_pages: _abc.Iterable[_builtins.int] | None = ...,
+        unit_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         target_pages: _abc.Iterable[_builtins.int] | None = ...,
+        lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["source_address", b"source_address", "source_epoch", b"source_epoch", "source_pages", b"source_pages", "target_pages", b"target_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "pull_id", b"pull_id", "source_address", b"source_address", "source_epoch", b"source_epoch", "source_worker_id", b"source_worker_id", "target_pages", b"target_pages", "unit_hashes", b"unit_hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvPull: _TypeAlias = KvPull  # noqa: Y015
+
+@_typing.final
+class PullReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PULL_ID_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    NUM_UNITS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    ELAPSED_US_FIELD_NUMBER: _builtins.int
+    pull_id: _builtins.int
+    done: _builtins.bool
+    """false: it goes on, which renews its lease"""
+    num_units: _builtins.int
+    """the first so many lie in the target pages; with `done` only"""
+    failure: _builtins.str
+    """why not all of them"""
+    transport: _builtins.str
+    """shm | grpc | nixl | host | disk | redis"""
+    num_bytes: _builtins.int
+    """moved"""
+    elapsed_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        pull_id: _builtins.int = ...,
+        done: _builtins.bool = ...,
+        num_units: _builtins.int = ...,
+        failure: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        elapsed_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "elapsed_us", b"elapsed_us", "failure", b"failure", "num_bytes", b"num_bytes", "num_units", b"num_units", "pull_id", b"pull_id", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullReport: _TypeAlias = PullReport  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):

@@ -7,7 +7,7 @@ What the scheduler and a worker say to each other. One bidirectional stream per 
     Attach(fence)          ─────▸
                            ◂─────   Hello, then Residents… (last = true)
     StepPlan(1), (2), …    ─────▸
-                           ◂─────   StepReport (one per step)
+                           ◂─────   StepReport (one per step), PullReport, TierUnits
 
 Either side closing the stream, or an Attach with a higher fence, is the one recovery path: the worker
 finishes its running step, drops queued plans and every sequence, keeps computed units and says Hello again.

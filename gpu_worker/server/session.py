@@ -16,7 +16,7 @@ from gpu_worker.executor import Executor, PlanChannel, Snapshot
 from wire import worker_pb2 as pb
 from wire.errors import EntryMalformed, FenceLost, MeshError, Overloaded, StepFailed
 from wire.ids import UNIT_TOKENS, Fence, WorkerId
-from wire.plan import PageUnits, StepReport, WorkerInfo
+from wire.plan import PageUnits, Role, StepReport, WorkerInfo
 from wire.worker_codec import decode_plan, encode_hello, encode_report, encode_residents
 
 RESIDENTS_MESSAGE_BYTES = 1 << 20
@@ -35,7 +35,7 @@ class WorkerIdentity:
     worker_id: WorkerId
     advertise_address: str
     """host:port other processes reach this worker at."""
-    role: str = "both"
+    role: Role = Role.BOTH
 
 
 class _PeerClosed(Exception):

@@ -18,6 +18,7 @@ from wire.plan import (
     PageGrant,
     PageUnits,
     Progress,
+    Role,
     SequenceStart,
     StepPlan,
     StepReport,
@@ -80,7 +81,7 @@ class PagedWorker:
     ) -> None:
         """step_us: how long a step of so much work takes, as reported; no time passes."""
         self.info = WorkerInfo(
-            WorkerId(worker_id), Epoch(epoch), "both", "127.0.0.1:1", CARD, num_pages, page_size, UNIT_TOKENS
+            WorkerId(worker_id), Epoch(epoch), Role.BOTH, "127.0.0.1:1", CARD, num_pages, page_size, UNIT_TOKENS
         )
         self.step_budget = step_budget
         self.step_us = step_us

@@ -19,7 +19,7 @@ from scheduler.events import Event, Request, RequestArrived, StepReported, Worke
 from wire.config import BatchingConfig
 from wire.entries import TerminalReply, TokensReply
 from wire.ids import UNIT_TOKENS, Epoch, Fence, GatewayId, RequestId, WorkerId
-from wire.plan import WorkerInfo
+from wire.plan import Role, WorkerInfo
 from wire.sampling import SamplingParams
 
 TIMEOUT_S = 120.0
@@ -76,7 +76,7 @@ class InProcessMesh:
         self._channels[worker_id] = channel
         runner = executor.runner
         info = WorkerInfo(
-            worker_id, snapshot.epoch, "both", "", runner.card, runner.num_pages, runner.page_size, UNIT_TOKENS
+            worker_id, snapshot.epoch, Role.BOTH, "", runner.card, runner.num_pages, runner.page_size, UNIT_TOKENS
         )
         self._inbox.put_nowait(WorkerUp(info, snapshot.residents))
 

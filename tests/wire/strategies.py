@@ -18,6 +18,7 @@ from wire.entries import (
     WorkerEntry,
 )
 from wire.plan import (
+    LOWER_TIERS,
     Child,
     Decode,
     KvPull,
@@ -27,11 +28,15 @@ from wire.plan import (
     PageUnits,
     PrefillChunk,
     Progress,
+    PullReport,
     Release,
+    Residents,
+    Role,
     SequenceStart,
     StepPlan,
     StepReport,
     StepTiming,
+    TierUnits,
     WorkerInfo,
 )
 from wire.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -166,9 +171,20 @@ step_plans = st.builds(
     max_steps=u32,
     page_copies=st.lists(st.builds(PageCopy, source_page=u32, target_page=u32, num_slots=u32), max_size=2),
     kv_pulls=st.lists(
-        st.builds(KvPull, source_address=text, source_epoch=u64, source_pages=u32s, target_pages=u32s), max_size=2
+        st.builds(
+            KvPull,
+            pull_id=u64,
+            source_worker_id=text,
+            source_address=text,
+            source_epoch=u64,
+            unit_hashes=unit_hashes,
+            target_pages=u32s,
+            lease_ms=u32,
+        ),
+        max_size=2,
     ),
     releases=st.lists(st.builds(Release, seq_id=u64, incarnation=u32), max_size=3),
+    cancelled_pulls=few(u64),
 )
 progress = st.builds(
     Progress,
@@ -213,11 +229,27 @@ worker_infos = st.builds(
     WorkerInfo,
     worker_id=text,
     epoch=u64,
-    role=text,
+    role=st.sampled_from(Role),
     advertise_address=text,
     model=model_cards,
     num_pages=u32,
     page_size=u32,
     unit_tokens=u32,
+    unit_bytes=u64,
+    host_id=text,
+    min_prompt_tokens=u32,
+    max_prompt_tokens=u32,
 )
 page_units = st.builds(PageUnits, page_id=u32, unit_hashes=unit_hashes)
+tier_units = st.builds(TierUnits, tier=st.sampled_from(LOWER_TIERS), stored=unit_hashes, dropped=unit_hashes)
+residents = st.builds(Residents, pages=st.lists(page_units, max_size=3), tiers=st.lists(tier_units, max_size=2))
+pull_reports = st.builds(
+    PullReport,
+    pull_id=u64,
+    done=st.booleans(),
+    num_units=u32,
+    failure=st.none() | st.text(min_size=1, max_size=12),
+    transport=text,
+    num_bytes=u64,
+    elapsed_us=u32,
+)

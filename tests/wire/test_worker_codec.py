@@ -12,7 +12,7 @@ from tests.wire import strategies
 from wire import plan, worker_codec, worker_pb2
 from wire.errors import EntryMalformed
 from wire.ids import Fence, PlanId, SeqId
-from wire.plan import PageUnits, StepPlan, StepReport, WorkerInfo
+from wire.plan import PullReport, Residents, StepPlan, StepReport, WorkerInfo
 from wire.sampling import SamplingParams
 
 
@@ -40,11 +40,25 @@ def test_a_hello_survives_the_trip(sent: WorkerInfo) -> None:
     assert worker_codec.decode_hello(worker_pb2.Hello.FromString(data)) == sent
 
 
-@given(sent=st.lists(strategies.page_units, max_size=3), last=st.booleans())
-def test_residents_survive_the_trip(sent: list[PageUnits], last: bool) -> None:
-    message = worker_pb2.Residents.FromString(worker_codec.encode_residents(sent, last=last).SerializeToString())
+@given(sent=strategies.residents, last=st.booleans())
+def test_residents_survive_the_trip(sent: Residents, last: bool) -> None:
+    encoded = worker_codec.encode_residents(sent.pages, sent.tiers, last=last)
+    message = worker_pb2.Residents.FromString(encoded.SerializeToString())
     assert worker_codec.decode_residents(message) == sent
     assert message.last == last
+
+
+@given(sent=strategies.pull_reports)
+def test_a_pull_report_survives_the_trip(sent: PullReport) -> None:
+    data = worker_codec.encode_pull_report(sent).SerializeToString()
+    assert worker_codec.decode_pull_report(worker_pb2.PullReport.FromString(data)) == sent
+
+
+def test_an_unknown_role_or_tier_is_refused() -> None:
+    with pytest.raises(EntryMalformed, match="role 'boss', not one of prefill, decode, both"):
+        worker_codec.decode_hello(worker_pb2.Hello(role="boss"))
+    with pytest.raises(EntryMalformed, match="tier 'device', not one of host, disk, redis"):
+        worker_codec.decode_tier_units(worker_pb2.TierUnits(tier="device"))
 
 
 def test_no_logprobs_and_zero_logprobs_are_told_apart() -> None:
@@ -110,6 +124,8 @@ def test_one_token_and_nothing_else_needs_no_message_of_its_own() -> None:
         (plan.WorkerInfo, worker_pb2.Hello),
         (plan.ModelCard, worker_pb2.ModelCard),
         (plan.PageUnits, worker_pb2.PageUnits),
+        (plan.TierUnits, worker_pb2.TierUnits),
+        (plan.PullReport, worker_pb2.PullReport),
     ],
 )
 def test_records_and_messages_have_the_same_fields(record: type, message: type) -> None:

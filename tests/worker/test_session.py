@@ -20,8 +20,8 @@ from tests.worker.test_executor import Gate, tokens_of
 from wire import worker_pb2 as pb
 from wire import worker_pb2_grpc as pb_grpc
 from wire.errors import ConfigInvalid
-from wire.ids import UNIT_TOKENS, Epoch, PageId, UnitHash
-from wire.plan import KvPull, PageUnits, StepPlan, StepReport, WorkerInfo
+from wire.ids import UNIT_TOKENS, Epoch, PageId, PullId, UnitHash, WorkerId
+from wire.plan import KvPull, PageUnits, Role, StepPlan, StepReport, WorkerInfo
 from wire.worker_codec import decode_hello, decode_report, decode_residents, encode_plan
 
 TIMEOUT_S = 10.0
@@ -51,7 +51,7 @@ class Stream:
         residents: list[PageUnits] = []
         while True:
             message = (await self.receive()).residents
-            residents += decode_residents(message)
+            residents += decode_residents(message).pages
             if message.last:
                 return hello, residents
 
@@ -91,7 +91,7 @@ async def test_attach_says_hello_then_residents_and_plans_run() -> None:
         assert hello == WorkerInfo(
             worker_id=worker.worker_id,
             epoch=Epoch(100),
-            role="both",
+            role=Role.BOTH,
             advertise_address=worker.address,
             model=CARD,
             num_pages=64,
@@ -187,7 +187,7 @@ async def test_messages_out_of_protocol_end_the_stream() -> None:
         pulling = Stream(channel)
         await pulling.attach(fence=2)
         pulls = plan(1, max_steps=0, fence=2)
-        pulls.kv_pulls.append(KvPull("127.0.0.1:1", Epoch(1), [PageId(0)], [PageId(1)]))
+        pulls.kv_pulls.append(KvPull(PullId(1), WorkerId("v"), "127.0.0.1:1", Epoch(1), [], [PageId(1)], 1000))
         await pulling.submit(pulls)
         assert (await pulling.status())[0] is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -292,7 +292,7 @@ def test_residents_are_chunked_under_the_message_limit(num_pages: int) -> None:
     messages = list(residents_messages(pages))
     assert [m.last for m in messages] == [False] * (len(messages) - 1) + [True]
     assert all(m.ByteSize() <= RESIDENTS_MESSAGE_BYTES for m in messages)
-    assert [page for m in messages for page in decode_residents(m)] == pages
+    assert [page for m in messages for page in decode_residents(m).pages] == pages
     assert len(messages) == max(1, -(-num_pages * 560 // RESIDENTS_MESSAGE_BYTES))
 
 
