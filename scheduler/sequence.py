@@ -1,6 +1,6 @@
 """One choice of one request, as the engine follows it. Pure.
 
-    prefill   [0, num_cached) reused | [num_cached, num_dispatched) sent | [num_dispatched, prefill_end) to do
+    prefill   [0, num_cached) reused or pulled | [num_cached, num_dispatched) sent | [num_dispatched, prefill_end) to do
     decode    the worker owns the next position; we learn it from reports: num_computed
 
 `tokens` holds the prompt and every output token that was reported: `[0, num_prompt) prompt | [num_prompt, len) output`.
@@ -23,6 +23,8 @@ from wire.sampling import FinishReason
 
 if TYPE_CHECKING:
     from scheduler.policy.fair_queue import Tenant
+    from scheduler.policy.handoff import Handoff
+    from scheduler.policy.transfers import Pull
     from scheduler.worker_view import WorkerView
 
 
@@ -76,6 +78,13 @@ class Sequence:
     """Of every full unit of `tokens` known so far."""
     requeued: bool = False
     """Was admitted before; goes first in its tenant's queue and is not charged again."""
+    pull: Pull | None = None
+    """Brings [first page without KV, num_cached) into its pages; nothing of it is dispatched before."""
+    hands_off: bool = False
+    """Only prefilled where it runs: another worker decodes it (policy/handoff.py)."""
+    handoff: Handoff | None = None
+    local_only: bool = False
+    """A transfer of its KV failed: it is computed where it decodes."""
 
     def __post_init__(self) -> None:
         self.request_id, self.gateway_id = self.request.spec.request_id, self.request.spec.gateway_id
@@ -109,6 +118,8 @@ class Sequence:
         """Back to the queue's state; the caller has dealt with the pages."""
         self.state = SeqState.WAITING
         self.worker = None
+        self.pull = self.handoff = None
+        self.hands_off = False
         self.pages = []
         self.granted_slots = self.renew_at = 0
         self.num_shared_pages = self.num_cached = self.num_published = 0
