@@ -174,6 +174,8 @@ class RequestStats:
     output_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    """KV on its way from another worker or a lower tier while nothing of the request ran."""
     decode_s: float = 0.0
     stall_s: float = 0.0
     preemptions: int = 0
@@ -267,6 +269,7 @@ def _stats(body: Body) -> RequestStats:
         output_tokens=body.integer("output_tokens", 0, U32),
         queue_s=body.number("queue_s"),
         prefill_s=body.number("prefill_s"),
+        transfer_s=body.number("transfer_s"),
         decode_s=body.number("decode_s"),
         stall_s=body.number("stall_s"),
         preemptions=body.integer("preemptions", 0, U32),

@@ -103,6 +103,7 @@ request_stats = st.builds(
     prefill_s=seconds,
     decode_s=seconds,
     stall_s=seconds,
+    transfer_s=seconds,
     preemptions=u32,
     worker_id=text,
 )
