@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvstore.prefix_hash import chain
-from scheduler.commands import Admission, Timeline
+from scheduler.commands import Admission, Timeline, Transfer
 from scheduler.events import Request
 from wire.entries import RequestStats, TerminalReply
 from wire.errors import MeshError
@@ -144,6 +144,8 @@ class LiveRequest:
     stats: RequestStats = field(default_factory=RequestStats)
     timeline: Timeline = field(default_factory=lambda: Timeline(arrived_s=0.0))
     stalled_since_s: float | None = None
+    handoff_s: float = 0.0
+    """Of stats.transfer_s, what came after the first token."""
     faults: int = 0
     """Steps that failed and workers that died under it since its last token."""
 
@@ -165,7 +167,19 @@ class LiveRequest:
         """The first token of one of its choices."""
         if self.timeline.first_token_s is None:
             self.timeline.first_token_s = now
-            self.stats.prefill_s = now - self.timeline.admissions[0].admitted_s
+            self.stats.prefill_s = max(0.0, now - self.timeline.admissions[0].admitted_s - self.stats.transfer_s)
+
+    def note_transfer(self, transfer: Transfer, now: float) -> None:
+        """KV of one of its sequences arrived, or did not; nothing of that one ran meanwhile, unless it is handed off
+        while it is prefilled."""
+        self.timeline.transfers.append(transfer)
+        if not transfer.is_handoff:
+            self.stats.transfer_s += now - transfer.begun_s
+
+    def note_handoff(self, parked_s: float, now: float) -> None:
+        """It goes on decoding on another worker, after nothing of it ran since parked_s."""
+        self.stats.transfer_s += now - parked_s
+        self.handoff_s += now - parked_s
 
     def note_stall(self, now: float) -> None:
         """One of its sequences waits again: a stall, if the client has read something already."""
@@ -180,7 +194,7 @@ class LiveRequest:
         if self.stalled_since_s is not None:
             stats.stall_s += now - self.stalled_since_s
         if timeline.first_token_s is not None:
-            stats.decode_s = max(0.0, now - timeline.first_token_s - stats.stall_s)
+            stats.decode_s = max(0.0, now - timeline.first_token_s - stats.stall_s - self.handoff_s)
         return TerminalReply(
             self.spec.request_id,
             error_code=error.code if error else None,

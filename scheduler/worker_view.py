@@ -86,6 +86,11 @@ class WorkerView:
     def takes_decodes(self) -> bool:
         return self.role is not Role.PREFILL
 
+    def suits(self, num_prompt: int) -> bool:
+        """It belongs to the pool for prompts of this length."""
+        longest = self.info.max_prompt_tokens
+        return self.info.min_prompt_tokens <= num_prompt and (not longest or num_prompt <= longest)
+
     @property
     def num_held(self) -> int:
         """Sequences that hold pages here."""

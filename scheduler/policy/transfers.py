@@ -16,18 +16,21 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
+from scheduler.commands import Transfer
 from scheduler.sequence import Sequence
 from scheduler.worker_view import WorkerView
-from wire.ids import PageId, PullId, UnitHash
+from wire.ids import PageId, PullId, UnitHash, WorkerId
 from wire.plan import KvPull, PullReport
 
 MAX_PULLS: Final = 8
 """Under way into one worker; more would only share its bandwidth."""
+DISTRUST_S: Final = 5.0
+"""After a pull failed, nothing is pulled between the same two workers for so long: whatever it was may last."""
 
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """One transfer. Units [first_unit, first_unit + num_units) of a sequence's chain go into `pages` of `target`."""
+    """One transfer: consecutive units of a sequence's chain go into `pages` of `target`."""
 
     pull_id: PullId
     seq: Sequence | None
@@ -35,9 +38,9 @@ class Pull:
     target: WorkerView
     source: WorkerView | None
     """None once it is lost. The target itself: from its lower tiers."""
+    source_id: WorkerId
     unit_hashes: list[UnitHash]
     pages: list[PageId]
-    first_unit: int
     begun_s: float
     deadline_s: float
     """Renewed by each report."""
@@ -51,9 +54,20 @@ class Pull:
     def num_units(self) -> int:
         return len(self.unit_hashes)
 
-    @property
-    def end_unit(self) -> int:
-        return self.first_unit + self.num_units
+    def transfer(self, seq: Sequence, report: PullReport, num_units: int, now: float) -> Transfer:
+        """What the trace is told of it, once it is over."""
+        return Transfer(
+            choice=seq.choice,
+            begun_s=self.begun_s,
+            ended_s=now,
+            source=self.source_id,
+            target=self.target.worker_id,
+            num_units=num_units,
+            num_bytes=report.num_bytes,
+            transport=report.transport,
+            failure=report.failure,
+            is_handoff=seq.handoff is not None,
+        )
 
 
 class Transfers:
@@ -64,12 +78,24 @@ class Transfers:
         self.times = PullTimes()
         self._pulls: dict[PullId, Pull] = {}
         self._ids = count(1)
+        self._distrusted: dict[tuple[WorkerId, WorkerId], float] = {}  # source, target → until
 
     def __iter__(self) -> Iterator[Pull]:
         return iter(self._pulls.values())
 
     def __len__(self) -> int:
         return len(self._pulls)
+
+    def may_pull(self, source: WorkerView, target: WorkerView, now: float) -> bool:
+        """Both can, there is a place, and the last try did not fail just now."""
+        if not (source.info.unit_bytes and target.info.unit_bytes) or target.num_pulls >= MAX_PULLS:
+            return False
+        return self._distrusted.get((source.worker_id, target.worker_id), now) <= now
+
+    def distrust(self, pull: Pull, now: float) -> None:
+        """It failed."""
+        if pull.source is not None:
+            self._distrusted[pull.source.worker_id, pull.target.worker_id] = now + DISTRUST_S
 
     def begin(
         self,
@@ -90,9 +116,9 @@ class Transfers:
             seq=seq,
             target=target,
             source=source,
+            source_id=source.worker_id,
             unit_hashes=hashes[first_unit:],
             pages=pages,
-            first_unit=first_unit,
             begun_s=now,
             deadline_s=now + self.lease_s,
             guess_s=self.times.guess_s(source, target, end_unit - first_unit),
@@ -132,6 +158,8 @@ class Transfers:
                 target.pool.retired(page)
         elif report.failure is None:
             self.times.observe(pull, now - pull.begun_s)
+        else:
+            self.distrust(pull, now)
         return pull
 
     def abandon(self, pull: Pull) -> None:
@@ -145,6 +173,7 @@ class Transfers:
         overdue = [pull for pull in self._pulls.values() if pull.deadline_s < now and not pull.is_overdue]
         for pull in overdue:
             pull.is_overdue = True
+            self.distrust(pull, now)
             self._unpin(pull)
         return overdue
 
@@ -184,7 +213,7 @@ def _pages_holding(source: WorkerView, hashes: list[UnitHash], first_unit: int) 
 class PullTimes:
     """How long a pull takes: a first guess by what it crosses, times what pulls of that kind took instead.
 
-        seconds = factor · (FIXED_S + bytes ÷ bandwidth)
+    seconds = factor · (FIXED_S + bytes ÷ bandwidth)
     """
 
     FIXED_S = 0.005
