@@ -28,6 +28,7 @@ SWEEP_UNITS: Final = 16
 """Units of ended workers that a change clears besides its own work. More than one, so that the sweep outruns growth."""
 STRETCH_UNITS: Final = 64
 """Of a chain, looked up at a time: what a chain that nobody holds costs."""
+MAX_INTERNED: Final = 4096
 
 _TIER_BITS: Final = {tier: 1 << i for i, tier in enumerate((Tier.DEVICE, *LOWER_TIERS))}
 _DEVICE_BIT: Final = _TIER_BITS[Tier.DEVICE]
@@ -63,6 +64,8 @@ class PrefixTwin:
 
     def __init__(self) -> None:
         self._masks: dict[UnitHash, int] = {}
+        self._interned: dict[int, int] = {}
+        """Each mask → the one object of that value: there are far fewer masks than units."""
         self._holders: dict[WorkerId, _Holder] = {}
         self._live = 0
         """Both bits of every live slot."""
@@ -77,7 +80,7 @@ class PrefixTwin:
         after = before | _TIER_BITS[tier]
         if after != before:
             holder.tiers[unit_hash] = after
-            self._masks[unit_hash] = self._masks.get(unit_hash, 0) | holder.mask(after)
+            self._set_mask(unit_hash, self._masks.get(unit_hash, 0) | holder.mask(after))
         if self._ended:
             self._sweep()
 
@@ -145,7 +148,10 @@ class PrefixTwin:
         position = 0
         while alive and position < len(chain):
             stretch = chain[position : position + STRETCH_UNITS]
-            ands = list(accumulate(map(self._masks.get, stretch, repeat(0)), and_, initial=alive))
+            masks = list(map(self._masks.get, stretch, repeat(0)))
+            if masks.count(masks[0]) == len(masks):  # mostly; equal masks are one object, so this costs next to nothing
+                masks = masks[:1]
+            ands = list(accumulate(masks, and_, initial=alive))
             unit = 0
             while ands[unit] != ands[-1]:  # ands[0] is before the stretch's first unit
                 unit = bisect_right(ands, -ands[unit], lo=unit, key=neg)
@@ -165,10 +171,15 @@ class PrefixTwin:
         self._live |= 3 << 2 * slot
         return holder
 
+    def _set_mask(self, unit_hash: UnitHash, mask: int) -> None:
+        if len(self._interned) > MAX_INTERNED:
+            self._interned.clear()  # full → equal masks may be several objects
+        self._masks[unit_hash] = self._interned.setdefault(mask, mask)
+
     def _clear(self, unit_hash: UnitHash, bits: int) -> None:
         left = self._masks[unit_hash] & ~bits
         if left:
-            self._masks[unit_hash] = left
+            self._set_mask(unit_hash, left)
         else:
             del self._masks[unit_hash]
 

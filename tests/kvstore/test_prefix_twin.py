@@ -122,3 +122,25 @@ def test_a_worker_that_comes_back_again_and_again_leaves_nothing_behind(generati
     for _ in range(num_units + generations):  # each change sweeps
         twin.remove(WORKERS[1], UNITS[0], Tier.DEVICE)
     assert twin._masks == {} and twin._num_slots <= 2
+
+
+@given(prefixes=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=20), data=st.data())
+@settings(deadline=None)
+def test_a_long_chain_is_cut_where_each_worker_s_prefix_ends(
+    prefixes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """(units on the device, then units on the host) for each worker; the chain is longer than any stretch."""
+    chain = [UnitHash(i.to_bytes(32, "little")) for i in range(300)]
+    twin = PrefixTwin()
+    expected = {}
+    for i, (device, below) in enumerate(prefixes):
+        for position in range(min(300, device + below)):
+            twin.add(WorkerId(f"w{i}"), chain[position], Tier.DEVICE if position < device else Tier.HOST)
+        if device + below:
+            expected[WorkerId(f"w{i}")] = TierPrefix(device, min(300, device + below))
+    asked = data.draw(st.integers(0, 300))
+    assert twin.lookup(chain[:asked]) == {
+        worker_id: TierPrefix(min(asked, p.device), min(asked, p.any_tier))
+        for worker_id, p in expected.items()
+        if asked
+    }
