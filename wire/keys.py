@@ -6,7 +6,7 @@ Redis Cluster. Lifetimes are seconds; a key without one lives until its owner re
 
 from __future__ import annotations
 
-from wire.ids import GatewayId, RequestId, WorkerId
+from wire.ids import Epoch, GatewayId, RequestId, WorkerId
 
 LANES = ("interactive", "batch")
 """Request streams of a cell, drained in this order."""
@@ -78,6 +78,11 @@ def workers(cell: str) -> str:
 def worker(cell: str, worker_id: WorkerId) -> str:
     """Hash with a TTL: where a worker listens and what it is (wire.entries.WorkerEntry)."""
     return f"{{{cell}}}:worker:{worker_id}"
+
+
+def prefixes(cell: str, worker_id: WorkerId, epoch: Epoch) -> str:
+    """Hash with a TTL (the worker's lease): the KV units a worker holds in one epoch (kvstore.prefix_index)."""
+    return f"{{{cell}}}:px:{worker_id}:{epoch}"
 
 
 def gateways(cell: str) -> str:
