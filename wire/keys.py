@@ -6,7 +6,7 @@ Redis Cluster. Lifetimes are seconds; a key without one lives until its owner re
 
 from __future__ import annotations
 
-from wire.ids import GatewayId, RequestId, WorkerId
+from wire.ids import Epoch, GatewayId, RequestId, WorkerId
 
 LANES = ("interactive", "batch")
 """Request streams of a cell, drained in this order."""
@@ -83,6 +83,11 @@ def worker(cell: str, worker_id: WorkerId) -> str:
 def roles(cell: str) -> str:
     """Hash: worker id → the role an operator wants of it (wire.plan.Role), until he takes it back."""
     return f"{{{cell}}}:roles"
+
+
+def prefixes(cell: str, worker_id: WorkerId, epoch: Epoch) -> str:
+    """Hash with a TTL (the worker's lease): the KV units a worker holds in one epoch (kvstore.prefix_index)."""
+    return f"{{{cell}}}:px:{worker_id}:{epoch}"
 
 
 def gateways(cell: str) -> str:
