@@ -176,6 +176,11 @@ class LiveRequest:
         if not transfer.is_handoff:
             self.stats.transfer_s += now - transfer.begun_s
 
+    def note_cached(self, num_tokens: int) -> None:
+        """What a pull brought at the first admission is a cache hit as well."""
+        if len(self.timeline.admissions) == 1:
+            self.stats.cached_tokens = num_tokens
+
     def note_handoff(self, parked_s: float, now: float) -> None:
         """It goes on decoding on another worker, after nothing of it ran since parked_s."""
         self.stats.transfer_s += now - parked_s
