@@ -34,7 +34,7 @@ from scheduler.events import (
 )
 from scheduler.placing import Placing
 from scheduler.policy.batching import PlanBuilder, publish_units
-from scheduler.policy.fair_queue import OUTPUT_WEIGHT
+from scheduler.policy.fair_queue import OUTPUT_WEIGHT, charge
 from scheduler.policy.placement import too_large
 from scheduler.policy.routing import decoders
 from scheduler.request_book import RequestBook
@@ -174,7 +174,7 @@ class Engine:
         elif self._book.was_cancelled(spec.request_id):
             self._end_request(request, FinishReason.CANCELLED)
         else:
-            self._queue.push(request.held_back.pop(0))
+            self._placing.enqueue(request.held_back.pop(0))
 
     def _cancel(self, event: CancelRequested) -> None:
         request = self._book.live.get(event.request_id)
@@ -227,7 +227,7 @@ class Engine:
     def _release_siblings(self, request: LiveRequest) -> None:
         """The first choice's prompt is on its way: the others can share its pages now."""
         for sibling in request.held_back:
-            self._queue.push(sibling)
+            self._placing.enqueue(sibling)
         request.held_back = []
 
     # -- workers come and go ---------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Engine:
         if not tokens:
             return True
         seq.tokens += tokens
-        self._queue.charge(seq, OUTPUT_WEIGHT * len(tokens))
+        charge(seq, OUTPUT_WEIGHT * len(tokens))
         if self._has_faults:
             seq.request.faults = 0
         if not seq.has_streamed:
@@ -362,15 +362,15 @@ class Engine:
                 self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Admit from the head of the queue; a head without room blocks those behind it, so that nobody starves."""
-        while self._workers and (seq := self._queue.peek()) is not None:
-            if self._already_over(seq) or self._placing.admit(seq, self._now):
-                continue
-            if self._placing.fits_nowhere(seq):
+        """Admit from the head of each queue; a head without room blocks those behind it, so that nobody starves."""
+        for queue in self._queue.heads():
+            while self._workers and (seq := queue.peek()) is not None:
+                if self._already_over(seq) or self._placing.admit(seq, self._now):
+                    continue
+                if not self._placing.fits_nowhere(seq):
+                    break
                 error = too_large(seq, decoders(self._workers.values()))
                 self._end_request(seq.request, FinishReason.ERROR, error)
-            else:
-                return
 
     def _already_over(self, seq: Sequence) -> bool:
         """A sequence taken over from an earlier scheduler may have had its last token already."""

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 
 from scheduler.commands import Admission, UpdateIndex
 from scheduler.policy.batching import publish_units
-from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, FairQueue
+from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, charge
 from scheduler.policy.handoff import Handoffs
 from scheduler.policy.placement import Placement, fits_ever, occupy
+from scheduler.policy.pool_queues import PoolQueues
 from scheduler.policy.routing import Router, decoders
 from scheduler.policy.transfers import Pull, Transfers, release_pages
 from scheduler.prefix_changes import PrefixChanges
@@ -31,7 +32,7 @@ class Placing:
 
     def __init__(self, config: BatchingConfig, rate: PrefillRate, *, routing_seed: int) -> None:
         self.workers: dict[WorkerId, WorkerView] = {}
-        self.queue = FairQueue()
+        self.queue = PoolQueues()
         self.to_plan: dict[WorkerId, None] = {}
         self.prefixes = PrefixChanges()
         self._transfers = Transfers(config.pull_lease_ms * 1e-3)
@@ -62,6 +63,10 @@ class Placing:
 
     # -- from the queue to a worker --------------------------------------------------------------------------------
 
+    def enqueue(self, seq: Sequence) -> None:
+        """It waits for the workers of its prompt's length."""
+        self.queue.push(seq, self.workers.values())
+
     def admit(self, seq: Sequence, now: float) -> bool:
         """Begin a waiting sequence on the best worker; False when there is no room now."""
         placements = self._router.placements(seq, self.workers.values(), now)
@@ -76,7 +81,7 @@ class Placing:
         seq.request.note_admission(_admission(seq, chosen, placements, now))
         if not seq.requeued:
             num_cached = chosen.room.num_cached
-            self.queue.charge(seq, INPUT_WEIGHT * (len(seq.tokens) - num_cached) + CACHED_WEIGHT * num_cached)
+            charge(seq, INPUT_WEIGHT * (len(seq.tokens) - num_cached) + CACHED_WEIGHT * num_cached)
         return True
 
     def fits_nowhere(self, seq: Sequence) -> bool:
@@ -113,7 +118,7 @@ class Placing:
         seq.requeued = True
         seq.queued_s = now
         seq.request.note_stall(now)
-        self.queue.push(seq)
+        self.enqueue(seq)
         self.queue.leave(seq)
 
     # -- KV on its way ---------------------------------------------------------------------------------------------
