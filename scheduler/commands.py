@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from wire.entries import ChoiceReply, TerminalReply, TokensReply
-from wire.ids import Epoch, GatewayId, RequestId, WorkerId
-from wire.plan import Role, StepPlan
+from wire.ids import Epoch, GatewayId, RequestId, UnitHash, WorkerId
+from wire.plan import Role, StepPlan, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class RouteCandidate:
     """For the tokens of the best pull that there was, were they prefilled here; for all uncached ones without any."""
     predicted_pull_s: float = 0.0
     """For that pull, taken or not; 0: nothing to pull. Above predicted_prefill_s it is not taken."""
+    disturbed_decodes: float = 0.0
+    """What prefilling here takes from the decodes beside it; counted where other workers only prefill."""
 
     @property
     def cost(self) -> float:
@@ -55,6 +57,7 @@ class RouteCandidate:
             + self.kv_pressure
             + self.active_decodes
             + self.pull_cost_tokens
+            + self.disturbed_decodes
         )
 
 
@@ -124,4 +127,17 @@ class FinishRequest:
     timeline: Timeline
 
 
-Command: TypeAlias = DispatchPlan | PublishReply | FinishRequest
+@dataclass(frozen=True, slots=True)
+class UpdateIndex:
+    """Tell the prefix index what one worker's tier holds now, and no longer."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    tier: Tier
+    stored: list[UnitHash]
+    dropped: list[UnitHash]
+    fresh: bool = False
+    """The first of a session: whatever the index had of this worker is void."""
+
+
+Command: TypeAlias = DispatchPlan | PublishReply | FinishRequest | UpdateIndex

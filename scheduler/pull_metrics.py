@@ -5,7 +5,7 @@ from __future__ import annotations
 from observability.metrics import SchedulerMetrics
 from scheduler.commands import Timeline
 from wire.ids import UNIT_TOKENS
-from wire.plan import PullReport
+from wire.plan import PullReport, Role
 
 
 def observe_pull(metrics: SchedulerMetrics, report: PullReport) -> None:
@@ -18,8 +18,9 @@ def observe_pull(metrics: SchedulerMetrics, report: PullReport) -> None:
 
 
 def observe_hits(metrics: SchedulerMetrics, timeline: Timeline) -> None:
-    """Hold what all admissions of a finished request counted on against what they got."""
-    admissions = timeline.admissions
+    """Hold what the admissions of a finished request counted on against what they got. A handoff is no hit."""
+    admissions = [admission for admission in timeline.admissions if admission.role is not Role.DECODE]
+    transfers = [transfer for transfer in timeline.transfers if not transfer.is_handoff]
     metrics.observe_hits(
         "local",
         predicted_tokens=sum(admission.predicted_cached_tokens for admission in admissions),
@@ -28,5 +29,5 @@ def observe_hits(metrics: SchedulerMetrics, timeline: Timeline) -> None:
     metrics.observe_hits(
         "pull",
         predicted_tokens=sum(admission.pulled_tokens for admission in admissions),
-        actual_tokens=sum(transfer.num_units for transfer in timeline.transfers) * UNIT_TOKENS,
+        actual_tokens=sum(transfer.num_units for transfer in transfers) * UNIT_TOKENS,
     )

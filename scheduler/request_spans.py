@@ -137,6 +137,7 @@ def _terms(candidates: tuple[RouteCandidate, ...]) -> dict[str, AttributeValue]:
         names.ROUTE_KV_PRESSURE: [candidate.kv_pressure for candidate in candidates],
         names.ROUTE_ACTIVE_DECODES: [candidate.active_decodes for candidate in candidates],
         names.ROUTE_PULL_COSTS: [candidate.pull_cost_tokens for candidate in candidates],
+        names.ROUTE_DISTURBED_DECODES: [candidate.disturbed_decodes for candidate in candidates],
         names.ROUTE_PULLED_TOKENS: [candidate.pulled_tokens for candidate in candidates],
         names.ROUTE_PULL_SOURCES: [candidate.pull_source for candidate in candidates],
         names.ROUTE_PREDICTED_PREFILL_S: [candidate.predicted_prefill_s for candidate in candidates],

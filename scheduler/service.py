@@ -8,7 +8,7 @@ from typing import Final, Protocol, assert_never
 
 from observability.metrics import SchedulerMetrics
 from scheduler.clock import Clock
-from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
+from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply, UpdateIndex
 from scheduler.events import Event, PullReported, StepReported, Tick, WorkerDown, WorkerUp
 from scheduler.publisher import Publisher
 from scheduler.pull_metrics import observe_hits, observe_pull
@@ -75,6 +75,8 @@ class Service:
                         self._dispatch(command)
                     case PublishReply() | FinishRequest():
                         replies.append(command)
+                    case UpdateIndex():
+                        pass
                     case _:
                         assert_never(command)
             self._observe(event)

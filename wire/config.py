@@ -185,6 +185,23 @@ class BatchingConfig:
         minimum=0,
         maximum=0.9,
     )
+    routing: str = env(
+        "ROUTING",
+        "precise",
+        "How a worker is chosen. precise: by the exact index of prefixes, and load; approximate: by where prefixes "
+        "were sent before, and load; least_loaded; random.",
+        choices=("precise", "approximate", "least_loaded", "random"),
+    )
+    kv_pull: bool = env(
+        "KV_PULL", True, "With ROUTING=precise: KV is brought from other workers and lower tiers where that is faster."
+    )
+    pull_lease_ms: int = env(
+        "PULL_LEASE_MS",
+        2000,
+        "A transfer of KV that is silent for so long has failed; its source's pages are kept no longer.",
+        minimum=10,
+        maximum=600_000,
+    )
 
 
 @dataclass(frozen=True, slots=True)

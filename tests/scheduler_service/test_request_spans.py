@@ -124,7 +124,7 @@ def drawn(told: Timeline, stats: RequestStats | None = None) -> dict[str, Record
 
 def test_a_route_shows_every_term_of_every_candidate_and_what_the_prediction_became() -> None:
     candidates = (
-        RouteCandidate(W1, 64.0, 32.0, 3.0, 2.0, 512.0, 40.0, "w2", predicted_prefill_s=0.8, predicted_pull_s=0.1),
+        RouteCandidate(W1, 64.0, 32.0, 3.0, 2.0, 512.0, 40.0, "w2", 0.8, 0.1, disturbed_decodes=7.0),
         RouteCandidate(W2, 16.0, 900.0, 0.0, 5.0),
     )
     admission = Admission(
@@ -133,12 +133,13 @@ def test_a_route_shows_every_term_of_every_candidate_and_what_the_prediction_bec
     route = drawn(Timeline(100.0, [admission]))[names.SPAN_ROUTE].attributes
     assert {name: route[name] for name in route if name.startswith("phasemesh.route.")} == {
         names.ROUTE_WORKERS: ["w1", "w2"],
-        names.ROUTE_COSTS: [141.0, 921.0],
+        names.ROUTE_COSTS: [148.0, 921.0],
         names.ROUTE_UNCACHED_TOKENS: [64.0, 16.0],
         names.ROUTE_QUEUED_TOKENS: [32.0, 900.0],
         names.ROUTE_KV_PRESSURE: [3.0, 0.0],
         names.ROUTE_ACTIVE_DECODES: [2.0, 5.0],
         names.ROUTE_PULL_COSTS: [40.0, 0.0],
+        names.ROUTE_DISTURBED_DECODES: [7.0, 0.0],
         names.ROUTE_PULLED_TOKENS: [512.0, 0.0],
         names.ROUTE_PULL_SOURCES: ["w2", ""],
         names.ROUTE_PREDICTED_PREFILL_S: [0.8, 0.0],
@@ -149,16 +150,19 @@ def test_a_route_shows_every_term_of_every_candidate_and_what_the_prediction_bec
 
 
 def test_the_terms_of_a_cost_add_up_to_it() -> None:
-    route = drawn(timeline())[names.SPAN_ROUTE].attributes
+    candidates = (RouteCandidate(W1, 1.0, 2.0, 4.0, 8.0, pull_cost_tokens=16.0, disturbed_decodes=32.0),)
+    admission = Admission(0, 100.0, 101.0, W1, 16, candidates, resumed=False)
+    route = drawn(Timeline(100.0, [admission]))[names.SPAN_ROUTE].attributes
     terms = (
         names.ROUTE_UNCACHED_TOKENS,
         names.ROUTE_QUEUED_TOKENS,
         names.ROUTE_KV_PRESSURE,
         names.ROUTE_ACTIVE_DECODES,
         names.ROUTE_PULL_COSTS,
+        names.ROUTE_DISTURBED_DECODES,
     )
-    columns = [route[term] for term in terms]
-    assert [sum(row) for row in zip(*columns, strict=True)] == route[names.ROUTE_COSTS]
+    assert sorted(route[term] for term in terms) == [[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]]  # type: ignore[type-var]
+    assert route[names.ROUTE_COSTS] == [63.0]
     assert names.PULL_SOURCE not in route
 
 

@@ -13,7 +13,7 @@ from scheduler.stats import EngineStats
 from tests.scheduler_service.parts import GATEWAY, Parts, request_entry
 from wire.entries import RequestStats, TerminalReply
 from wire.ids import Epoch, PullId, RequestId, WorkerId
-from wire.plan import PullReport
+from wire.plan import PullReport, Role
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 
@@ -102,8 +102,12 @@ async def test_predicted_hits_are_held_against_actual_ones_over_all_admissions(
         admissions=[
             Admission(0, 1.0, 2.0, W1, 32, (), False, pulled_tokens=160, pull_source=W2, predicted_cached_tokens=64),
             Admission(0, 3.0, 4.0, W2, 16, (), True, predicted_cached_tokens=16),
+            Admission(0, 5.0, 5.0, W1, 512, (), True, predicted_cached_tokens=512, role=Role.DECODE),
         ],
-        transfers=[Transfer(0, 2.0, 2.5, W2, W1, 3, 1024, "shm", failure="cut off")],
+        transfers=[
+            Transfer(0, 2.0, 2.5, W2, W1, 3, 1024, "shm", failure="cut off"),
+            Transfer(0, 4.0, 5.0, W2, W1, 32, 4096, "shm", is_handoff=True),
+        ],
     )
     terminal = TerminalReply(RequestId("r"), stats=RequestStats())
     engine.commands = [FinishRequest(GATEWAY, RequestId("r"), terminal, told)]
