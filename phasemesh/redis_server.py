@@ -76,10 +76,11 @@ def _ping_client(url: str, cell: str | None) -> str | None:
     except ConfigInvalid as error:
         return error.message
     except (RedisError, OSError) as error:
-        return f"{_without_password(url)}: {error}"
+        return f"{without_password(url)}: {error}"
     return None
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

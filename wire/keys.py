@@ -81,6 +81,11 @@ def worker(cell: str, worker_id: WorkerId) -> str:
     return f"{{{cell}}}:worker:{worker_id}"
 
 
+def roles(cell: str) -> str:
+    """Hash: worker id → the role an operator wants of it (wire.plan.Role), until he takes it back."""
+    return f"{{{cell}}}:roles"
+
+
 def prefixes(cell: str, worker_id: WorkerId, epoch: Epoch) -> str:
     """Hash with a TTL (the worker's lease): the KV units a worker holds in one epoch (kvstore.prefix_index)."""
     return f"{{{cell}}}:px:{worker_id}:{epoch}"

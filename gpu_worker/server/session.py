@@ -36,6 +36,8 @@ class WorkerIdentity:
     advertise_address: str
     """host:port other processes reach this worker at."""
     role: Role = Role.BOTH
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: int = 0
 
 
 class _PeerClosed(Exception):
@@ -110,6 +112,8 @@ class SchedulerSession:
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             unit_tokens=UNIT_TOKENS,
+            min_prompt_tokens=identity.min_prompt_tokens,
+            max_prompt_tokens=identity.max_prompt_tokens,
         )
         await self._context.write(pb.ToScheduler(hello=encode_hello(hello)))
         for residents in residents_messages(snapshot.residents):
