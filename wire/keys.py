@@ -1,7 +1,8 @@
 """Every Redis key and every lifetime, in this one file.
 
-Keys of a cell carry its hash tag `{cell}`, so a script that touches several of them stays on one slot of a
-Redis Cluster. Lifetimes are seconds; a key without one lives until its owner removes it.
+Every key carries its cell's hash tag `{cell}`, so all of a cell lies on one slot of a Redis Cluster: a script may touch
+several keys, and one node serves the cell (docs/adr/0009). Lifetimes are seconds; a key without one lives until its
+owner removes it.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def control(cell: str) -> str:
     return f"{{{cell}}}:control"
 
 
-def replies(gateway_id: GatewayId) -> str:
-    """Stream: tokens and terminals for one gateway (wire.entries.ReplyEntry)."""
-    return f"replies:{gateway_id}"
+def replies(cell: str, gateway_id: GatewayId) -> str:
+    """Stream: a cell's tokens and terminals for one gateway (wire.entries.ReplyEntry)."""
+    return f"{{{cell}}}:replies:{gateway_id}"
 
 
 def journal(cell: str, request_id: RequestId) -> str:
