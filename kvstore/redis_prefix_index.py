@@ -147,7 +147,8 @@ class RedisPrefixIndex:
                 pipe.hset(key, items=[part for pair in there[start : start + MAX_COMMAND_UNITS] for part in pair])
             for start in range(0, len(gone), MAX_COMMAND_UNITS):
                 pipe.hdel(key, *gone[start : start + MAX_COMMAND_UNITS])
-            pipe.pexpire(key, int(keys.WORKER_LEASE_TTL_S * 1000))  # then the heartbeat keeps it
+            if units:
+                pipe.pexpire(key, int(keys.WORKER_LEASE_TTL_S * 1000))  # then the heartbeat keeps it
             await _execute(pipe)
         return kind == b"hash"
 

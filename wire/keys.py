@@ -1,7 +1,7 @@
 """Every Redis key and every lifetime, in this one file.
 
 Every key carries its cell's hash tag `{cell}`, so all of a cell lies on one slot of a Redis Cluster: a script may touch
-several keys, and one node serves the cell (docs/adr/0009). Lifetimes are seconds; a key without one lives until its
+several keys, and one node serves the cell (docs/adr/0011). Lifetimes are seconds; a key without one lives until its
 owner removes it.
 """
 
