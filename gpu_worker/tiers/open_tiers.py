@@ -17,7 +17,7 @@ from gpu_worker.tiers.host_store import HostStore
 from gpu_worker.tiers.port import LowerStore
 from gpu_worker.tiers.redis_store import RedisStore
 from gpu_worker.tiers.stack import TierStack
-from gpu_worker.tiers.unit_codec import LowerTierDtype, PlainRows, UnitCodec, UnitLayout
+from gpu_worker.tiers.unit_codec import Bytes, LowerTierDtype, PlainRows, UnitCodec, UnitLayout
 from gpu_worker.tiers.write_behind import WriteBehind
 from gpu_worker.transfer.port import KvFormat, KvPages
 from observability.tier_metrics import TierMetrics
@@ -108,7 +108,8 @@ def open_arena(num_bytes: int, *, pinned: bool) -> memoryview:
             return memoryview(mmap.mmap(-1, num_bytes))
         import torch
 
-        return memoryview(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())
+        locked: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return memoryview(locked.data)
     except (OSError, RuntimeError) as error:
         raise ConfigInvalid(
             f"PHASEMESH_HOST_KV_MB: no {num_bytes / 2**20:.0f} MiB of host memory: {error}",

@@ -134,7 +134,7 @@ class RedisStore:
             since = self._stored_since(unit_hash)
             if since is None:
                 name = self._name(unit_hash)
-                arguments = [self._prefix, name, encoded, self._ttl_ms, self._budget_bytes]
+                arguments: list[Any] = [self._prefix, name, encoded, self._ttl_ms, self._budget_bytes]
                 stored, since, oldest = self._store(self._accounts, arguments)
                 if not stored:
                     return False

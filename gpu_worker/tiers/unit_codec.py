@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from wire.ids import UnitHash
 
 Bytes: TypeAlias = NDArray[np.uint8]
+T = TypeVar("T")
 
 HEADER_BYTES = 128
 """Aligns the payload for every element type."""
@@ -140,6 +141,6 @@ def _crc(encoded: memoryview) -> int:
     return zlib.crc32(encoded[_CRC_AT.stop :], zlib.crc32(encoded[: _CRC_AT.start]))
 
 
-def tail_first(hashes: Sequence[UnitHash]) -> Sequence[UnitHash]:
-    """A chain in the order in which its units are used last: without its head, a tail is worth nothing."""
-    return hashes[::-1]
+def tail_first(chain: Sequence[T]) -> Sequence[T]:
+    """A chain in the order in which its units may go: without its head, a tail is worth nothing."""
+    return chain[::-1]
