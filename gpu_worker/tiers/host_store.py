@@ -13,11 +13,15 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from gpu_worker.tiers.port import OnChange, StoredUnit, ignore_change
 from gpu_worker.tiers.unit_codec import tail_first
 from wire.ids import UnitHash
 from wire.plan import Tier
+
+OnEvicted: TypeAlias = Callable[[UnitHash, StoredUnit | None], None]
+"""(unit hash, unit): the unit is released by whoever is given it. None: there was no slot to spare, and it is lost."""
 
 
 class HostStore:
@@ -25,7 +29,7 @@ class HostStore:
 
     arena: memory of whole slots; slot_bytes: a slot's length, at least a unit's encoded bytes.
     on_change(unit_hash, is_here): under the store's lock, in the order in which it happened.
-    on_evicted(unit_hash, unit): the unit is released by whoever is given it; None: it is lost.
+    on_evicted: told of what makes room, when somebody below may want it.
     """
 
     tier = Tier.HOST
@@ -37,7 +41,7 @@ class HostStore:
         *,
         spare_slots: int = 0,
         on_change: OnChange = ignore_change,
-        on_evicted: Callable[[UnitHash, StoredUnit | None], None] | None = None,
+        on_evicted: OnEvicted | None = None,
     ) -> None:
         num_slots = len(arena) // slot_bytes
         self.capacity = num_slots - spare_slots

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -13,8 +14,8 @@ from redis.retry import Retry
 
 from gpu_worker.tiers.changes import ChangeLog
 from gpu_worker.tiers.disk_store import DiskStore
-from gpu_worker.tiers.host_store import HostStore
-from gpu_worker.tiers.port import LowerStore
+from gpu_worker.tiers.host_store import HostStore, OnEvicted
+from gpu_worker.tiers.port import LowerStore, OnChange
 from gpu_worker.tiers.redis_store import RedisStore
 from gpu_worker.tiers.stack import TierStack
 from gpu_worker.tiers.unit_codec import Bytes, LowerTierDtype, PlainRows, UnitCodec, UnitLayout
@@ -34,6 +35,9 @@ _MAX_LEAVING = 64
 """Of the host's slots one in _LEAVING_SHARE, but no more than this, holds what the stores below still write."""
 
 
+OpenStore: TypeAlias = Callable[[OnChange], LowerStore]
+
+
 @contextmanager
 def open_tiers(
     config: TierConfig, cell: CellConfig, kv: KvPages | None, *, namespace: str, pinned: bool, metrics: TierMetrics
@@ -48,36 +52,49 @@ def open_tiers(
         yield None
         return
     codec = open_codec(kv.format, namespace, LowerTierDtype(config.dtype))
-    slot_bytes = -(-codec.encoded_bytes // _SLOT_ALIGN) * _SLOT_ALIGN
-    num_slots = (config.host_mb << 20) // slot_bytes
+    num_slots = (config.host_mb << 20) // _slot_bytes(codec)
     if num_slots < 2:
         raise ConfigInvalid(
-            f"PHASEMESH_HOST_KV_MB={config.host_mb}: {num_slots} units of {slot_bytes} bytes; at least 2 are needed",
+            f"PHASEMESH_HOST_KV_MB={config.host_mb}: {num_slots} units of {_slot_bytes(codec)} bytes; "
+            "at least 2 are needed",
             param="PHASEMESH_HOST_KV_MB",
         )
-    tiers = [Tier.HOST, *([Tier.DISK] if config.disk_mb else []), *([Tier.REDIS] if config.redis_mb else [])]
-    changes = ChangeLog(tiers)
+    lower = _lower_stores(config, cell, codec)
+    with open_stack(kv, codec, lower, num_slots=num_slots, pinned=pinned, metrics=metrics) as stack:
+        yield stack
+
+
+@contextmanager
+def open_stack(
+    kv: KvPages,
+    codec: UnitCodec,
+    lower: Mapping[Tier, OpenStore],
+    *,
+    num_slots: int,
+    pinned: bool,
+    metrics: TierMetrics,
+) -> Iterator[TierStack]:
+    """A running stack. lower: the tiers below the host, fastest first. num_slots: units of host memory."""
+    changes = ChangeLog([Tier.HOST, *lower])
+    slot_bytes = _slot_bytes(codec)
     with ExitStack() as opened:
         writers = []
-        for store in _lower_stores(config, cell, codec, changes):
+        for tier, open_store in lower.items():
+            store = open_store(changes.follower(tier))
             opened.callback(store.close)
             writers.append(WriteBehind(store, metrics))
-        spare_slots = min(_MAX_LEAVING, max(1, num_slots // _LEAVING_SHARE)) if writers else 0
         arena = open_arena(num_slots * slot_bytes, pinned=pinned)
-        stack = TierStack(
-            kv,
-            codec,
-            lambda on_evicted: HostStore(
+
+        def open_host(on_evicted: OnEvicted) -> HostStore:
+            return HostStore(
                 arena,
                 slot_bytes,
-                spare_slots=spare_slots,
+                spare_slots=min(_MAX_LEAVING, max(1, num_slots // _LEAVING_SHARE)) if writers else 0,
                 on_change=changes.follower(Tier.HOST),
                 on_evicted=on_evicted if writers else None,
-            ),
-            writers,
-            changes,
-            metrics,
-        )
+            )
+
+        stack = TierStack(kv, codec, open_host, writers, changes, metrics)
         stack.start()
         try:
             yield stack
@@ -139,24 +156,36 @@ def _check(config: TierConfig) -> None:
         )
 
 
-def _lower_stores(config: TierConfig, cell: CellConfig, codec: UnitCodec, changes: ChangeLog) -> Iterator[LowerStore]:
-    if config.disk_mb:
+def _slot_bytes(codec: UnitCodec) -> int:
+    return -(-codec.encoded_bytes // _SLOT_ALIGN) * _SLOT_ALIGN
+
+
+def _lower_stores(config: TierConfig, cell: CellConfig, codec: UnitCodec) -> dict[Tier, OpenStore]:
+    def open_disk(on_change: OnChange) -> LowerStore:
         assert config.disk_dir is not None  # _check
-        yield DiskStore(
+        return DiskStore(
             Path(config.disk_dir),
             tag=codec.tag,
             encoded_bytes=codec.encoded_bytes,
             budget_bytes=config.disk_mb << 20,
             ttl_s=config.disk_ttl_s,
-            on_change=changes.follower(Tier.DISK),
+            on_change=on_change,
         )
-    if config.redis_mb:
-        yield RedisStore(
+
+    def open_redis(on_change: OnChange) -> LowerStore:
+        return RedisStore(
             open_tier_redis(cell.redis_url),
             cell=cell.cell,
             layout=codec.tag,
             encoded_bytes=codec.encoded_bytes,
             budget_bytes=config.redis_mb << 20,
             ttl_s=config.redis_ttl_s,
-            on_change=changes.follower(Tier.REDIS),
+            on_change=on_change,
         )
+
+    stores: dict[Tier, OpenStore] = {}
+    if config.disk_mb:
+        stores[Tier.DISK] = open_disk
+    if config.redis_mb:
+        stores[Tier.REDIS] = open_redis
+    return stores

@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis import Redis
@@ -106,6 +106,7 @@ class RedisStore:
         budget_bytes: int,
         ttl_s: float,
         on_change: OnChange = ignore_change,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._layout = layout
@@ -115,6 +116,7 @@ class RedisStore:
         self._budget_bytes = budget_bytes
         self._ttl_ms = round(ttl_s * 1000)
         self._on_change = on_change
+        self._clock = clock
         self._store = client.register_script(_STORE)
         self._remove = client.register_script(_REMOVE)
         self._lock = threading.Lock()
@@ -276,9 +278,9 @@ class RedisStore:
                     self._forget(unit_hash)
 
     def _is_away(self) -> bool:
-        return time.monotonic() < self._retry_at_s
+        return self._clock() < self._retry_at_s
 
     def _went_away(self, error: Exception) -> None:
         if self._retry_at_s == 0:
             log.warning("Redis is away: what it holds of KV is a miss meanwhile", extra={"error": repr(error)})
-        self._retry_at_s = time.monotonic() + RETRY_AFTER_S
+        self._retry_at_s = self._clock() + RETRY_AFTER_S

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gpu_worker.tiers.changes import ChangeLog
-from gpu_worker.tiers.host_store import HostStore
+from gpu_worker.tiers.host_store import HostStore, OnEvicted
 from gpu_worker.tiers.port import StoredUnit, UnitStore, shares
 from gpu_worker.tiers.unit_codec import Bytes, UnitCodec, UnitInvalid, tail_first
 from gpu_worker.tiers.write_behind import WriteBehind
@@ -38,7 +38,7 @@ class TierStack:
         self,
         kv: KvPages,
         codec: UnitCodec,
-        open_host: Callable[[Callable[[UnitHash, StoredUnit | None], None]], HostStore],
+        open_host: Callable[[OnEvicted], HostStore],
         writers: Sequence[WriteBehind],
         changes: ChangeLog,
         metrics: TierMetrics,

@@ -75,7 +75,7 @@ class WriteBehind:
         upkeep_due_s = time.monotonic()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._stopping, UPKEEP_INTERVAL_S)
+                self._changed.wait_for(lambda: self._queue or self._stopping, max(0.0, upkeep_due_s - time.monotonic()))
                 if self._stopping:
                     return
                 job = self._queue.popleft() if self._queue else None
