@@ -20,6 +20,7 @@ from gpu_worker.tiers.redis_store import RedisStore
 from gpu_worker.tiers.stack import TierStack
 from gpu_worker.tiers.unit_codec import Bytes, LowerTierDtype, PlainRows, UnitCodec, UnitLayout
 from gpu_worker.tiers.write_behind import WriteBehind
+from gpu_worker.transfer.host_pages import HostPages
 from gpu_worker.transfer.port import KvFormat, KvPages
 from observability.tier_metrics import TierMetrics
 from wire.config import CellConfig, TierConfig
@@ -40,12 +41,11 @@ OpenStore: TypeAlias = Callable[[OnChange], LowerStore]
 
 @contextmanager
 def open_tiers(
-    config: TierConfig, cell: CellConfig, kv: KvPages | None, *, namespace: str, pinned: bool, metrics: TierMetrics
+    config: TierConfig, cell: CellConfig, kv: KvPages | None, *, namespace: str, metrics: TierMetrics
 ) -> Iterator[TierStack | None]:
     """None when none is configured, or the worker has no KV to keep.
 
-    namespace: of the unit hashes. pinned: host memory is locked, for fast copies from and to a CUDA device.
-    Raises ConfigInvalid when a variable cannot be followed.
+    namespace: of the unit hashes. Raises ConfigInvalid when a variable cannot be followed.
     """
     _check(config)
     if config.host_mb == 0 or kv is None:
@@ -60,7 +60,11 @@ def open_tiers(
             param="PHASEMESH_HOST_KV_MB",
         )
     lower = _lower_stores(config, cell, codec)
-    with open_stack(kv, codec, lower, num_slots=num_slots, pinned=pinned, metrics=metrics) as stack:
+    pinned = not isinstance(kv, HostPages)
+    spare_slots = min(_MAX_LEAVING, max(1, num_slots // _LEAVING_SHARE)) if lower else 0
+    with open_stack(
+        kv, codec, lower, num_slots=num_slots, spare_slots=spare_slots, pinned=pinned, metrics=metrics
+    ) as stack:
         yield stack
 
 
@@ -71,10 +75,12 @@ def open_stack(
     lower: Mapping[Tier, OpenStore],
     *,
     num_slots: int,
+    spare_slots: int,
     pinned: bool,
     metrics: TierMetrics,
 ) -> Iterator[TierStack]:
-    """A running stack. lower: the tiers below the host, fastest first. num_slots: units of host memory."""
+    """A running stack. lower: the tiers below the host, fastest first. num_slots: units of host memory, spare_slots of
+    them for what is leaving; pinned: it is locked, for fast copies from and to a CUDA device."""
     changes = ChangeLog([Tier.HOST, *lower])
     slot_bytes = _slot_bytes(codec)
     with ExitStack() as opened:
@@ -89,7 +95,7 @@ def open_stack(
             return HostStore(
                 arena,
                 slot_bytes,
-                spare_slots=min(_MAX_LEAVING, max(1, num_slots // _LEAVING_SHARE)) if writers else 0,
+                spare_slots=spare_slots,
                 on_change=changes.follower(Tier.HOST),
                 on_evicted=on_evicted if writers else None,
             )

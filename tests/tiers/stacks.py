@@ -51,16 +51,25 @@ def open_opened(
     lower: Mapping[Tier, OpenStore] | None = None,
     *,
     host_units: int = 8,
+    spare_units: int = 16,
     runner: FakeRunner | None = None,
     dtype: LowerTierDtype = LowerTierDtype.AUTO,
 ) -> Iterator[Opened]:
-    """host_units: of 8, one is for what is leaving when there are tiers below."""
+    """host_units: what the host holds, beside spare_units that may leave at once when there are tiers below."""
     runner = runner or FakeRunner()
     assert runner.kv is not None
     codec = open_codec(runner.kv.format, NAMESPACE, dtype)
     metrics = WorkerMetrics()
-    lower = lower or {}
-    with open_stack(runner.kv, codec, lower, num_slots=host_units, pinned=False, metrics=metrics.tiers) as stack:
+    spare_units = spare_units if lower else 0
+    with open_stack(
+        runner.kv,
+        codec,
+        lower or {},
+        num_slots=host_units + spare_units,
+        spare_slots=spare_units,
+        pinned=False,
+        metrics=metrics.tiers,
+    ) as stack:
         yield Opened(stack, runner.kv, metrics)
 
 

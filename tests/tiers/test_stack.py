@@ -84,7 +84,7 @@ def test_a_unit_that_a_pull_looked_for_goes_after_others() -> None:
 
 def test_what_the_host_evicts_comes_back_from_disk_and_from_redis(tmp_path: Path, redis_url: str) -> None:
     lower = {Tier.DISK: disk_below(tmp_path), Tier.REDIS: redis_below(redis_url, a_cell())}
-    with open_opened(lower, host_units=3) as opened:
+    with open_opened(lower, host_units=2) as opened:
         units = {}
         for number in range(6):
             units[number] = opened.fill(number, number)
@@ -102,7 +102,7 @@ def test_what_the_host_evicts_comes_back_from_disk_and_from_redis(tmp_path: Path
 def test_a_damaged_unit_is_read_from_the_next_tier_and_dropped(tmp_path: Path, redis_url: str) -> None:
     cell = a_cell()
     lower = {Tier.DISK: disk_below(tmp_path), Tier.REDIS: redis_below(redis_url, cell)}
-    with open_opened(lower, host_units=2) as opened:
+    with open_opened(lower, host_units=1) as opened:
         unit = opened.fill(1, 1)
         opened.stack.save([page(1, 1)])
         opened.stack.save([page(2, 2)])
@@ -147,7 +147,7 @@ def test_after_a_failed_step_nothing_is_left(tmp_path: Path, redis_url: str) -> 
 
 
 def test_a_session_hears_what_is_there_and_then_what_changes(tmp_path: Path) -> None:
-    with open_opened({Tier.DISK: disk_below(tmp_path)}, host_units=2) as opened:
+    with open_opened({Tier.DISK: disk_below(tmp_path)}, host_units=1) as opened:
         opened.stack.save([page(1, 1)])
         heard: list[TierUnits] = []
         assert opened.stack.subscribe(heard.append) == [TierUnits(Tier.HOST, [a_hash(1)])]
@@ -167,7 +167,9 @@ class StackMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
-        self.context = open_opened({Tier.DISK: disk_below(Path(self.directory.name), units=3)}, host_units=4)
+        self.context = open_opened(
+            {Tier.DISK: disk_below(Path(self.directory.name), units=3)}, host_units=3, spare_units=1
+        )
         self.opened = self.context.__enter__()
         self.twin: dict[Tier, set[UnitHash]] = {}
         self.subscribe()
@@ -229,7 +231,6 @@ def opens(**config: object) -> None:
         CellConfig(),
         FakeRunner().kv,
         namespace=NAMESPACE,
-        pinned=False,
         metrics=WorkerMetrics().tiers,
     ) as stack:
         assert (stack is None) == (config.get("host_mb", 0) == 0)
