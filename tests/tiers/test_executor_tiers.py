@@ -41,11 +41,13 @@ class Below:
 
     async def compute(self, seq: int, tokens: list[int], pages: list[int]) -> list[int]:
         """A whole prompt and the token after it, in these pages; the sequence is released."""
-        page_size = self.worker.runner.page_size
-        first = chunk(seq, 0, len(tokens), tokens=tokens, pages=grant(pages, len(pages) * page_size))
-        reports = await self.client.run(self._plan(chunks=[first]))
+        reports = await self.client.run(self.whole_prompt(seq, tokens, pages))
         await self.client.run(self._plan(releases=[release(seq)], max_steps=0))
         return tokens_of(reports, seq)
+
+    def whole_prompt(self, seq: int, tokens: list[int], pages: list[int]) -> StepPlan:
+        slots = len(pages) * self.worker.runner.page_size
+        return self._plan(chunks=[chunk(seq, 0, len(tokens), tokens=tokens, pages=grant(pages, slots))])
 
     async def pull(self, hashes: list[UnitHash], pages: list[int], *, source: FakeWorker | None = None) -> PullReport:
         source = source or self.worker
@@ -216,7 +218,8 @@ async def test_a_failed_step_leaves_nothing_below(tmp_path: Path) -> None:
             raise RuntimeError("device lost")
 
         below.worker.runner.before_forward = fail
-        await below.compute(3, OTHER, [7, 8, 9, 10, 11])
+        (failed,) = await below.client.run(below.whole_prompt(3, OTHER, [7, 8, 9, 10, 11]))
+        assert failed.failure == "RuntimeError: device lost"
         below.worker.runner.before_forward = lambda batch: None
         assert await below.hear() == {}
         assert (await below.pull(HASHES, [11, 12, 13, 14, 15])).num_units == 0
