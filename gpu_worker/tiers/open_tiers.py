@@ -31,9 +31,10 @@ REDIS_TIMEOUT_S = 1.0
 """To connect, and for each command: a pull waits so long at most before Redis counts as away."""
 REDIS_CONNECTIONS = 8
 _SLOT_ALIGN = 64
-_LEAVING_SHARE = 8
-_MAX_LEAVING = 64
-"""Of the host's slots one in _LEAVING_SHARE, but no more than this, holds what the stores below still write."""
+_LEAVING_SHARE = 4
+_MAX_LEAVING = 256
+"""Of the host's slots one in _LEAVING_SHARE, but no more than this, holds what the stores below still write: a long
+prompt evicts as many units at once as it has, faster than they are written."""
 
 
 OpenStore: TypeAlias = Callable[[OnChange], LowerStore]
@@ -59,7 +60,7 @@ def open_tiers(
             "at least 2 are needed",
             param="PHASEMESH_HOST_KV_MB",
         )
-    lower = _lower_stores(config, cell, codec)
+    lower = lower_stores(config, cell, codec)
     pinned = not isinstance(kv, HostPages)
     spare_slots = min(_MAX_LEAVING, max(1, num_slots // _LEAVING_SHARE)) if lower else 0
     with open_stack(
@@ -166,7 +167,9 @@ def _slot_bytes(codec: UnitCodec) -> int:
     return -(-codec.encoded_bytes // _SLOT_ALIGN) * _SLOT_ALIGN
 
 
-def _lower_stores(config: TierConfig, cell: CellConfig, codec: UnitCodec) -> dict[Tier, OpenStore]:
+def lower_stores(config: TierConfig, cell: CellConfig, codec: UnitCodec) -> dict[Tier, OpenStore]:
+    """The stores that are configured, fastest first."""
+
     def open_disk(on_change: OnChange) -> LowerStore:
         assert config.disk_dir is not None  # _check
         return DiskStore(
