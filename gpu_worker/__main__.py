@@ -21,6 +21,7 @@ from gpu_worker.server.session import WorkerIdentity
 from gpu_worker.simulated_runner import open_simulated
 from gpu_worker.step_cost import StepCost
 from gpu_worker.telemetry import StepTelemetry
+from gpu_worker.tiers.open_tiers import open_tiers
 from gpu_worker.transfer.plane import open_plane
 from kvstore.prefix_hash import namespace
 from observability.health_server import serve_health
@@ -122,10 +123,14 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
         epoch = Epoch(time.time_ns() // 1_000_000)
         telemetry = StepTelemetry(metrics, tracer)
-        plane = stack.enter_context(
-            open_plane(runner.kv, worker_id=identity.worker_id, namespace=namespace(runner.card))
+        units = namespace(runner.card)
+        tiers = stack.enter_context(
+            open_tiers(config.tiers, config.cell, runner.kv, namespace=units, metrics=metrics.tiers)
         )
-        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=plane.puller))
+        plane = stack.enter_context(open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers))
+        executor = await stack.enter_async_context(
+            Executor(runner, telemetry, epoch=epoch, puller=plane.puller, tiers=tiers)
+        )
         source = await stack.enter_async_context(plane.source(executor))
         await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer), source))
 
