@@ -43,7 +43,7 @@ class Tenure:
         cell, url, clock = config.cell.cell, config.cell.redis_url, Clock()
         inbox: asyncio.Queue[events.Event] = asyncio.Queue(MAX_INBOX)
         # Blocking reads have a connection of their own.
-        redis, requests_redis, control_redis = open_redis(url), open_redis(url), open_redis(url)
+        redis, requests_redis, control_redis = (open_redis(url, cell=cell) for _ in range(3))
         self._connections = (redis, requests_redis, control_redis)
         self._lease = lease
         self._clock = clock

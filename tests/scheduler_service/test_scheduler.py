@@ -178,7 +178,7 @@ async def test_one_bad_reply_stream_stops_no_other(
     redis_server: RedisServer, redis: Redis, client: Gateway, worker: ScriptedWorker
 ) -> None:
     evil = GatewayId("evil")
-    await redis.set(keys.replies(evil), "x")
+    await redis.set(keys.replies(CELL, evil), "x")
     async with scheduler(redis_server):
         await submit(redis, request_entry("evil", gateway_id=evil))
         await (await client.submit(request_entry("r"))).finished_right()
