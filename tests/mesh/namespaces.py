@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 
@@ -158,7 +158,7 @@ def _free_subnet() -> int:
     """One that no interface of this machine is in, starting from one of our process's own."""
     used = _ip("-4", "-o", "addr", "show")
     start = os.getpid() % _SUBNETS
-    for subnet in (*range(start, _SUBNETS), *range(start)):
+    for subnet in chain(range(start, _SUBNETS), range(start)):
         if f" {_subnet_address(subnet, 1)}/" not in used:
             return subnet
     raise AssertionError("198.18.0.0/15 is full")

@@ -163,11 +163,15 @@ class LoopbackNetwork(Network):
         return self._links[source, target]
 
     def _host_at(self, peer: tuple[str, int]) -> str | None:
-        """Whose socket it is; None for the test's own."""
-        for connection in psutil.net_connections("tcp4"):
-            if connection.laddr == peer and connection.pid != os.getpid():
-                return self._host_of.get(connection.pid or 0)
-        return None
+        """Whose socket it is; None for the test's own. Raises ConnectionRefusedError for strangers: nobody could cut
+        them off."""
+        for connection in psutil.net_connections("tcp"):  # gRPC's are of IPv6, with an address of IPv4 mapped into it
+            if connection.laddr and (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port) == peer:
+                if connection.pid == os.getpid():
+                    return None
+                if connection.pid in self._host_of:
+                    return self._host_of[connection.pid]
+        raise ConnectionRefusedError(f"{peer} belongs to no host")
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: _Link) -> None:
