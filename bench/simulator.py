@@ -22,8 +22,9 @@ from kvstore.prefix_hash import namespace, root_hash
 from scheduler.commands import DispatchPlan, FinishRequest, PublishReply
 from scheduler.engine import Engine
 from scheduler.events import Event, Request, RequestArrived, StepReported, Tick, WorkerDown, WorkerUp
+from wire.config import BatchingConfig
 from wire.entries import TokensReply
-from wire.ids import UNIT_TOKENS, Epoch, GatewayId, RequestId, WorkerId
+from wire.ids import UNIT_TOKENS, Epoch, Fence, GatewayId, RequestId, WorkerId
 from wire.plan import ModelCard, Role, StepReport, WorkerInfo
 from wire.sampling import SamplingParams
 
@@ -196,3 +197,8 @@ class Simulation:
 def timed(requests: Sequence[PromptRequest], arrivals_s: Sequence[float]) -> list[PromptRequest]:
     """The requests, each with its time."""
     return [replace(request, at_s=at_s) for request, at_s in zip(requests, arrivals_s, strict=True)]
+
+
+def new_engine(config: BatchingConfig, *, routing: str, seed: int) -> Engine:
+    """As the service makes it; `routing` is PHASEMESH_ROUTING's value."""
+    return Engine(config, no_worker_grace_s=4.0, routing_seed=seed, fence=Fence(1))
