@@ -28,15 +28,11 @@ from bench.measure import Figures, Outcome, Percentiles, Result, Slo, figures
 from bench.openai_stream import BenchFailed
 from bench.prefix_workloads import PrefixShape, shared_prefixes, unshared
 from bench.prompts import PromptRequest
+from bench.simulated_cost import COST, PAGE_SIZE, STEP_TOKEN_BUDGET, simulated_variables
 from bench.simulator import Simulation, WorkerShape, new_engine, timed
 from bench.stack import running_stack
-from gpu_worker.step_cost import StepCost
 from wire.config import BatchingConfig
 
-COST = StepCost(fixed_us=2000, weights_us=10_000, context_token_us=0.05, prefill_token_us=100, decode_token_us=150)
-"""About a model of 7 billion parameters on one mid-size GPU, prefill somewhat faster: 10,000 tokens/s a worker."""
-STEP_TOKEN_BUDGET = 512
-PAGE_SIZE = 64
 TTFT_BAR = 3.0
 UNSHARED_BAR = 1.05
 
@@ -106,16 +102,6 @@ def measure_once(cell: Cell, arm: Arm, requests: Sequence[PromptRequest], seed: 
     options = ["--workers", str(cell.workers), "--simulate", "on" if cell.kind == "simulated" else "off"]
     with running_stack(options, variables) as stack:
         return run_load(stack, requests)
-
-
-def simulated_variables(cost: StepCost) -> dict[str, str]:
-    return {
-        "SIMULATED_FIXED_US": str(cost.fixed_us),
-        "SIMULATED_WEIGHTS_US": str(cost.weights_us),
-        "SIMULATED_CONTEXT_TOKEN_US": str(cost.context_token_us),
-        "SIMULATED_PREFILL_TOKEN_US": str(cost.prefill_token_us),
-        "SIMULATED_DECODE_TOKEN_US": str(cost.decode_token_us),
-    }
 
 
 def compare(
