@@ -19,6 +19,7 @@ from gpu_worker.randomness import uniforms
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.step_cost import StepCost
+from gpu_worker.transfer.port import KvPages
 from wire.errors import ConfigInvalid
 from wire.ids import UNIT_TOKENS
 from wire.plan import ModelCard, PageCopy
@@ -68,6 +69,7 @@ class SimulatedRunner:
         self.card = card
         self.num_pages = num_pages
         self.page_size = page_size
+        self.kv: KvPages | None = None
         self._cost = cost
         self._source = TokenSource(card.vocab_size, card.eos_token_ids)
         self._now = now
