@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--itl-target-ms", type=float, default=60.0, help="default: %(default)s")
     parser.add_argument("--slo-ttft-ms", type=float, default=500.0, help="default: %(default)s")
     parser.add_argument(
-        "--slo-itl-ms", type=float, default=30.0, help="of 99 %% of a chat's gaps; default: %(default)s"
+        "--slo-itl-ms", type=float, default=45.0, help="of 99 %% of a chat's gaps; default: %(default)s"
     )
     asked = parser.parse_args()
     named = "virtual" if asked.virtual else "real" if asked.real else "simulated"

@@ -16,19 +16,22 @@ from itertools import count
 
 from bench.measure import Outcome, Result
 from bench.prompts import PromptRequest, TokenIds
+from bench.virtual_pulls import VirtualPuller
 from bench.virtual_worker import VirtualWorker, WorkerReport
-from gpu_worker.step_cost import StepCost
+from gpu_worker.step_cost import PullCost, StepCost
 from kvstore.prefix_hash import namespace, root_hash
 from scheduler.commands import DispatchPlan, FinishRequest, PublishReply
 from scheduler.engine import Engine
-from scheduler.events import Event, Request, RequestArrived, StepReported, Tick, WorkerDown, WorkerUp
+from scheduler.events import Event, PullReported, Request, RequestArrived, StepReported, Tick, WorkerDown, WorkerUp
 from wire.config import BatchingConfig
 from wire.entries import TokensReply
 from wire.ids import UNIT_TOKENS, Epoch, Fence, GatewayId, RequestId, WorkerId
-from wire.plan import ModelCard, Role, StepReport, WorkerInfo
+from wire.plan import KvPull, ModelCard, Role, StepReport, WorkerInfo
 from wire.sampling import SamplingParams
 
 TICK_S = 0.25
+UNIT_BYTES = 1 << 20
+"""Nothing is moved; the engine may only ask whether it is 0."""
 GATEWAY = GatewayId("simulated")
 CARD = ModelCard("simulated", "simulated", "LlamaForCausalLM", 32_000, 1 << 17, (2,), "float32")
 
@@ -41,6 +44,8 @@ class WorkerShape:
     num_pages: int
     page_size: int = 64
     role: Role = Role.BOTH
+    pull: PullCost | None = None
+    """None: it neither gives nor takes KV."""
 
 
 @dataclass(slots=True)
@@ -97,11 +102,18 @@ class Simulation:
             shape.num_pages,
             shape.page_size,
             UNIT_TOKENS,
+            unit_bytes=0 if shape.pull is None else UNIT_BYTES,
         )
-        worker = VirtualWorker(info, shape.cost, after=self.after, deliver=self._deliver)
+        puller = None if shape.pull is None else VirtualPuller(shape.pull, self._found, self.after)
+        worker = VirtualWorker(info, shape.cost, after=self.after, deliver=self._deliver, puller=puller)
         self.workers[worker_id] = worker
         self._run.busy_s.setdefault(worker_id, 0.0)
         self._feed(WorkerUp(info, []))
+
+    def _found(self, pull: KvPull) -> VirtualWorker | None:
+        """The life of a worker that a pull names as its source, if it still lasts."""
+        source = self.workers.get(pull.source_worker_id)
+        return source if source is not None and source.info.epoch == pull.source_epoch else None
 
     def leave(self, worker_id: WorkerId) -> None:
         """A worker dies with all it holds; the scheduler sees its stream break."""
@@ -162,8 +174,10 @@ class Simulation:
         self.after(self._link_s, lambda: self._feed(self._event(worker, report)))
 
     def _event(self, worker: VirtualWorker, report: WorkerReport) -> Event:
-        assert isinstance(report, StepReport)
-        return StepReported(worker.info.worker_id, worker.info.epoch, report)
+        worker_id, epoch = worker.info.worker_id, worker.info.epoch
+        if isinstance(report, StepReport):
+            return StepReported(worker_id, epoch, report)
+        return PullReported(worker_id, epoch, report)
 
     def _feed(self, event: Event) -> None:
         for command in self.engine.handle(event, self.now):

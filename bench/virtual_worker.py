@@ -10,13 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+from bench.virtual_pulls import After, VirtualPuller
 from gpu_worker.batching import PlanRun, StepEntry
+from gpu_worker.pulls import SessionPulls
 from gpu_worker.residency import Residency
-from gpu_worker.sequences import SequenceTable
+from gpu_worker.sequences import LiveSequence, SequenceTable
 from gpu_worker.step_cost import StepCost
-from wire.plan import Progress, StepPlan, StepReport, StepTiming, WorkerInfo
+from wire.ids import PageId
+from wire.plan import Progress, PullReport, StepPlan, StepReport, StepTiming, WorkerInfo
 
-WorkerReport: TypeAlias = StepReport
+WorkerReport: TypeAlias = StepReport | PullReport
 
 FIRST_TOKEN_ID = 20_000
 """Output tokens are above those of bench/prefix_workloads.py's prompts."""
@@ -35,20 +38,29 @@ class VirtualWorker:
         info: WorkerInfo,
         cost: StepCost,
         *,
-        after: Callable[[float, Callable[[], None]], None],
+        after: After,
         deliver: Callable[[VirtualWorker, WorkerReport], None],
+        puller: VirtualPuller | None = None,
     ) -> None:
+        """puller None: it takes no KV from others."""
         self.info = info
         self.busy_s = 0.0
         self.steps = 0
-        self.residency = Residency(info.page_size)
+        self.residency = Residency(info.page_size, info.num_pages)
         self._cost = cost
         self._after = after
         self._deliver = deliver
-        self._table = SequenceTable(info.model, num_pages=info.num_pages, page_size=info.page_size)
+        self._pulls = SessionPulls(puller, self.residency, num_pages=info.num_pages, page_size=info.page_size)
+        self._table = SequenceTable(
+            info.model, num_pages=info.num_pages, page_size=info.page_size, on_grant=self._granted
+        )
         self._plans: deque[StepPlan] = deque()
         self._is_running = False
         self._is_stopped = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
 
     def stop(self) -> None:
         """It is gone: what was under way reports nothing."""
@@ -65,13 +77,28 @@ class VirtualWorker:
         """Begin the oldest plan that has a step; those without are reported at once."""
         while self._plans and not self._is_running:
             plan = self._plans.popleft()
+            self._move_pages(plan)
             run = PlanRun(plan, self._table)
-            self.residency.copied(plan.page_copies)
             entries = [] if plan.max_steps == 0 or self._is_superseded(plan) else run.first_step()
             if entries:
                 self._begin_step(plan, run, 0, entries)
             else:
                 self._deliver(self, StepReport(plan.plan_id, 0, plan_done=True, progress=run.refused))
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        """As in the executor: copies, then pulls begin, before grants."""
+        self._pulls.cancel(plan.cancelled_pulls)
+        self.residency.void(copy.target_page for copy in plan.page_copies)
+        self.residency.copied(plan.page_copies)
+        for pull in plan.kv_pulls:
+            self._pulls.begin(pull, self._report_pull)
+
+    def _report_pull(self, report: PullReport) -> None:
+        if not self._is_stopped:
+            self._deliver(self, report)
+
+    def _granted(self, sequence: LiveSequence, first_index: int, pages: list[PageId]) -> None:
+        self.residency.granted(pages, first_index, sequence.unit_hashes, sequence.num_computed)
 
     def _is_superseded(self, plan: StepPlan) -> bool:
         """As in the executor: a plan of decodes alone gives its step to a newer plan that steps."""
