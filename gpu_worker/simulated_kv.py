@@ -1,6 +1,6 @@
 """KV pages of a worker without a model: two bytes a slot that depend on the sequence's whole prefix, as KV does.
 
-    digest(p) = digest(p - 1) + (token(p) + 1) · weight(p)  mod 2^16      K: its low byte, V: its high one, in each layer
+    digest(p) = digest(p - 1) + (token(p) + 1) · weight(p)  mod 2^16     K: its low byte, V: its high one, in each layer
 
 digest(p - 1) is read from the page it should lie in. So a page that was reused, copied or pulled wrongly shows: `holds`
 compares every slot with what the tokens alone give. They are real pages, which transfers and tiers move as a model's.
