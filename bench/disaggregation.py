@@ -25,7 +25,7 @@ from bench.openai_stream import BenchFailed
 from bench.prefix_workloads import MixedShape, mixed_traffic
 from bench.prompts import PromptRequest
 from bench.simulated_cost import COST as ROUTING_COST
-from bench.simulated_cost import PAGE_SIZE, STEP_TOKEN_BUDGET, simulated_variables
+from bench.simulated_cost import PAGE_SIZE, PULL_COST, STEP_TOKEN_BUDGET, simulated_variables
 from bench.simulator import Simulation, WorkerShape, new_engine
 from bench.stack import running_stack
 from wire.config import BatchingConfig
@@ -88,9 +88,9 @@ def measure_once(cell: Cell, arm: Arm, requests: Sequence[PromptRequest], seed: 
     """One arm, one round, on a cell of its own with empty caches."""
     roles = cell.roles(arm)
     if cell.kind == "virtual":
-        config = BatchingConfig(step_token_budget=STEP_TOKEN_BUDGET, itl_target_ms=cell.itl_target_ms)
-        shapes = [WorkerShape(COST, cell.pages, PAGE_SIZE, role) for role in roles]
-        run = Simulation(new_engine(config, routing=ROUTING, seed=seed), shapes).run(requests)
+        config = BatchingConfig(step_token_budget=STEP_TOKEN_BUDGET, itl_target_ms=cell.itl_target_ms, routing=ROUTING)
+        shapes = [WorkerShape(COST, cell.pages, PAGE_SIZE, role, pull=PULL_COST) for role in roles]
+        run = Simulation(new_engine(config, seed=seed), shapes).run(requests)
         return Measured(run.outcomes, run.duration_s, 0.0, ())
     variables = {
         "ROUTING": ROUTING,
@@ -100,7 +100,7 @@ def measure_once(cell: Cell, arm: Arm, requests: Sequence[PromptRequest], seed: 
         "ITL_TARGET_MS": str(cell.itl_target_ms),
     }
     if cell.kind == "simulated":
-        variables |= {"STEP_TOKEN_BUDGET": str(STEP_TOKEN_BUDGET), **simulated_variables(COST)}
+        variables |= {"STEP_TOKEN_BUDGET": str(STEP_TOKEN_BUDGET), **simulated_variables(COST, PULL_COST)}
     options = ["--workers", str(cell.workers), "--simulate", "on" if cell.kind == "simulated" else "off"]
     with running_stack(options, variables) as stack:
         return run_load(stack, requests)

@@ -28,7 +28,7 @@ from bench.measure import Figures, Outcome, Percentiles, Result, Slo, figures
 from bench.openai_stream import BenchFailed
 from bench.prefix_workloads import PrefixShape, shared_prefixes, unshared
 from bench.prompts import PromptRequest
-from bench.simulated_cost import COST, PAGE_SIZE, STEP_TOKEN_BUDGET, simulated_variables
+from bench.simulated_cost import COST, PAGE_SIZE, PULL_COST, STEP_TOKEN_BUDGET, simulated_variables
 from bench.simulator import Simulation, WorkerShape, new_engine, timed
 from bench.stack import running_stack
 from wire.config import BatchingConfig
@@ -86,9 +86,11 @@ def pages_for(shape: PrefixShape, workers: int, demand: float) -> int:
 def measure_once(cell: Cell, arm: Arm, requests: Sequence[PromptRequest], seed: int) -> Measured:
     """One arm, one round, on a cell of its own with empty caches."""
     if cell.kind == "virtual":
-        config = BatchingConfig(step_token_budget=STEP_TOKEN_BUDGET, itl_target_ms=cell.itl_target_ms)
-        shapes = [WorkerShape(COST, cell.pages, PAGE_SIZE)] * cell.workers
-        run = Simulation(new_engine(config, routing=arm.value, seed=seed), shapes).run(requests)
+        config = BatchingConfig(
+            step_token_budget=STEP_TOKEN_BUDGET, itl_target_ms=cell.itl_target_ms, routing=arm.value
+        )
+        shapes = [WorkerShape(COST, cell.pages, PAGE_SIZE, pull=PULL_COST)] * cell.workers
+        run = Simulation(new_engine(config, seed=seed), shapes).run(requests)
         return Measured(run.outcomes, run.duration_s, 0.0, ())
     variables = {
         "ROUTING": arm.value,
@@ -98,7 +100,7 @@ def measure_once(cell: Cell, arm: Arm, requests: Sequence[PromptRequest], seed: 
         "ITL_TARGET_MS": str(cell.itl_target_ms),
     }
     if cell.kind == "simulated":
-        variables |= {"STEP_TOKEN_BUDGET": str(STEP_TOKEN_BUDGET), **simulated_variables(COST)}
+        variables |= {"STEP_TOKEN_BUDGET": str(STEP_TOKEN_BUDGET), **simulated_variables(COST, PULL_COST)}
     options = ["--workers", str(cell.workers), "--simulate", "on" if cell.kind == "simulated" else "off"]
     with running_stack(options, variables) as stack:
         return run_load(stack, requests)

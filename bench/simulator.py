@@ -213,6 +213,6 @@ def timed(requests: Sequence[PromptRequest], arrivals_s: Sequence[float]) -> lis
     return [replace(request, at_s=at_s) for request, at_s in zip(requests, arrivals_s, strict=True)]
 
 
-def new_engine(config: BatchingConfig, *, routing: str, seed: int) -> Engine:
-    """As the service makes it; `routing` is PHASEMESH_ROUTING's value."""
+def new_engine(config: BatchingConfig, *, seed: int) -> Engine:
+    """As the service makes it."""
     return Engine(config, no_worker_grace_s=4.0, routing_seed=seed, fence=Fence(1))

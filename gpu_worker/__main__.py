@@ -48,6 +48,8 @@ def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
         worker_id=WorkerId(config.worker_id or f"{socket.gethostname()}-{bound_port}"),
         advertise_address=config.advertise_address or f"{host}:{bound_port}",
         role=Role(config.role),
+        min_prompt_tokens=config.min_prompt_tokens,
+        max_prompt_tokens=config.max_prompt_tokens,
     )
 
 
@@ -120,7 +122,9 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer)))
 
         def current_entry() -> WorkerEntry:
-            return WorkerEntry(identity.worker_id, identity.advertise_address, executor.epoch, os.getpid())
+            return WorkerEntry(
+                identity.worker_id, identity.advertise_address, executor.epoch, os.getpid(), identity.role
+            )
 
         calm_collector()
         async with asyncio.TaskGroup() as tasks:

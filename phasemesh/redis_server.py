@@ -64,10 +64,11 @@ def _ping_client(url: str) -> str | None:
         with redis.Redis.from_url(url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S) as client:
             client.ping()
     except (redis.RedisError, ValueError) as error:
-        return f"{_without_password(url)}: {error}"
+        return f"{without_password(url)}: {error}"
     return None
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

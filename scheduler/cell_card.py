@@ -15,7 +15,7 @@ from scheduler.lease import Lease
 from scheduler.redis_io import REDIS_ERRORS, Patience
 from scheduler.stats import EngineStats
 from wire import keys
-from wire.entries import CellCard
+from wire.entries import CellCard, CellWorker
 from wire.ids import Fence, WorkerId
 from wire.plan import ModelCard
 
@@ -48,6 +48,7 @@ def make_card(stats: EngineStats, fence: Fence) -> CellCard:
         num_workers=len(stats.workers),
         fence=fence,
         predicted_drain_s=stats.predicted_drain_s,
+        workers=[CellWorker(worker.worker_id, worker.role, worker.running) for worker in stats.workers],
     )
 
 

@@ -2,9 +2,9 @@
 
 The life of a request:
 
-    RequestArrived ─▸ queued ─▸ placed on a worker ─▸ prefill chunks ─▸ decodes ─▸ FinishRequest
-                        ▲                                 │ preempted, or the worker is gone
-                        └─────────────────────────────────┘
+    RequestArrived ─▸ queued ─▸ placed ─▸ KV pulled ─▸ prefill chunks ─▸ handed off ─▸ decodes ─▸ FinishRequest
+                        ▲                 (maybe)                        (maybe)         │
+                        └────────── preempted, a transfer failed, or the worker is gone ─┘
 
 The live service, the property tests and the simulator run this code unchanged. It reads no clock and does no I/O;
 whatever order events come in, every request ends in exactly one FinishRequest.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from itertools import count
 from typing import assert_never
 
+from kvstore.prefix_twin import PrefixTwin
 from scheduler.commands import Admission, Command, DispatchPlan, FinishRequest, PublishReply
 from scheduler.events import (
     CancelRequested,
@@ -33,8 +34,11 @@ from scheduler.events import (
 )
 from scheduler.policy.batching import PlanBuilder, publish_units
 from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
-from scheduler.policy.placement import Placement, choose, fits_ever, occupy, place, too_large
-from scheduler.policy.tie_breaker import TieBreaker
+from scheduler.policy.handoff import Handoffs
+from scheduler.policy.placement import Placement, fits_ever, occupy, too_large
+from scheduler.policy.routing import Router, decoders
+from scheduler.policy.transfers import Pull, Transfers, release_pages
+from scheduler.prefix_changes import PrefixChanges
 from scheduler.request_book import RequestBook
 from scheduler.sequence import MAX_FAULTS, LiveRequest, SeqState, Sequence
 from scheduler.stats import EngineStats, PrefillRate, WorkerStats
@@ -43,7 +47,7 @@ from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TokensReply
 from wire.errors import MeshError, StepFailed, WorkerLost
 from wire.ids import UNIT_TOKENS, Fence, SeqId, WorkerId
-from wire.plan import ModelCard, Progress, Release, StepReport
+from wire.plan import ModelCard, Progress, PullReport, Release, Role, StepReport
 from wire.sampling import FinishReason
 
 
@@ -53,7 +57,6 @@ class Engine:
     def __init__(self, config: BatchingConfig, *, no_worker_grace_s: float, routing_seed: int, fence: Fence) -> None:
         self._config = config
         self._no_worker_grace_s = no_worker_grace_s
-        self._break_tie = TieBreaker(routing_seed)
         self._builder = PlanBuilder(config, fence, self._preempt)
         self._queue = FairQueue()
         self._book = RequestBook()
@@ -62,6 +65,10 @@ class Engine:
         self._seq_ids = count(1)
         self._model: ModelCard | None = None
         self._rate = PrefillRate()
+        self._prefixes = PrefixChanges()
+        self._transfers = Transfers(config.pull_lease_ms * 1e-3)
+        self._router = Router(config, self._prefixes.twin, self._transfers, self._rate, routing_seed=routing_seed)
+        self._handoffs = Handoffs(self._router, self._transfers, self._take_off_worker)
         self._num_preemptions = 0
         self._num_displaced = 0
         self._no_worker_since_s: float | None = None
@@ -92,24 +99,46 @@ class Engine:
                 worker = self._workers.get(worker_id)
                 if worker is not None and worker.epoch == epoch:
                     self._take_report(worker, report)
-            case PullReported() | TierChanged() | RoleChanged():
-                pass
+            case PullReported(worker_id, epoch, report):
+                worker = self._workers.get(worker_id)
+                if worker is not None and worker.epoch == epoch:
+                    self._take_pull_report(worker, report)
+            case TierChanged(worker_id, epoch, units):
+                worker = self._workers.get(worker_id)
+                if worker is not None and worker.epoch == epoch:
+                    worker.has_lower_tiers = True
+                    self._commands.append(self._prefixes.tier_changed(worker, units))
+            case RoleChanged(worker_id, role):
+                worker = self._workers.get(worker_id)
+                if worker is not None:
+                    worker.role = role
             case Tick():
                 self._give_up_without_workers()
+                for pull in self._transfers.expire(now):
+                    self._fall_back(pull)
             case FenceLost():
                 self._fence_lost = True
                 return []
             case _:
                 assert_never(event)
         self._schedule()
+        for worker in self._workers.values():
+            if worker.pool.has_changes:
+                self._commands.append(self._prefixes.pages_changed(worker))
         commands, self._commands = self._commands, []
         return commands
 
+    @property
+    def twin(self) -> PrefixTwin:
+        """Which worker holds which computed unit, by tier."""
+        return self._prefixes.twin
+
     def stats(self) -> EngineStats:
         workers = [
-            WorkerStats(w.worker_id, len(w.running), w.pool.num_pages, w.pool.counts()) for w in self._workers.values()
+            WorkerStats(w.worker_id, len(w.running), w.pool.num_pages, w.pool.counts(), w.role, w.num_pulls)
+            for w in self._workers.values()
         ]
-        longest = max((w.capacity_slots for w in self._workers.values()), default=0)
+        longest = max((w.capacity_slots for w in decoders(self._workers.values())), default=0)
         return EngineStats(
             waiting=len(self._queue),
             running=sum(w.running for w in workers),
@@ -217,7 +246,10 @@ class Engine:
         if known is not None:
             self._lose_worker(known, WorkerLost(f"worker {known.worker_id} started again"))
         self._model = event.info.model
-        self._workers[event.info.worker_id] = WorkerView(event.info, event.residents, self._config)
+        worker = WorkerView(event.info, event.residents, self._config)
+        worker.has_lower_tiers = bool(event.tiers)
+        self._workers[worker.worker_id] = worker
+        self._commands += self._prefixes.worker_up(worker, event.tiers)
         self._no_worker_since_s = None
 
     def _lose_worker(self, worker: WorkerView, error: MeshError) -> None:
@@ -226,7 +258,12 @@ class Engine:
         self._to_plan.pop(worker.worker_id, None)
         if not self._workers:
             self._no_worker_since_s = self._now
+        self._prefixes.worker_down(worker)
+        self._router.forget(worker)
+        self._transfers.lose_worker(worker)
+        self._handoffs.lose_target(worker)
         for seq in list(worker.running.values()):
+            self._handoffs.abandon(seq)
             self._num_displaced += 1
             seq.request.timeline.worker_lost_s.append(self._now)
             self._requeue(seq)
@@ -265,7 +302,11 @@ class Engine:
         worker.remove(seq)
         if not worker_knows:
             worker.pending_releases.append(Release(seq.seq_id, seq.incarnation))
-        worker.pool.release(reversed(seq.pages))
+        self._handoffs.abandon(seq)
+        if seq.pull is not None:
+            self._transfers.abandon(seq.pull)
+        release_pages(worker, seq.pages, seq.pull)
+        seq.pull = None
         self._to_plan[worker.worker_id] = None
 
     def _requeue(self, seq: Sequence) -> None:
@@ -305,7 +346,8 @@ class Engine:
             self._requeue(seq)
             return
         if seq.num_computed >= (seq.num_published + 1) * UNIT_TOKENS:
-            publish_units(worker, seq, seq.num_computed)
+            for page, unit_hash in publish_units(worker, seq, seq.num_computed):
+                worker.pool.mark_computed(page, unit_hash)
         if seq.num_computed >= seq.renew_at:
             worker.watch_grant(seq)
         if progress.finish_reason is FinishReason.ERROR:
@@ -339,19 +381,56 @@ class Engine:
         self._commands.append(PublishReply(seq.gateway_id, item))
         return True
 
+    # -- KV on its way -----------------------------------------------------------------------------------------------
+
+    def _take_pull_report(self, worker: WorkerView, report: PullReport) -> None:
+        pull = self._transfers.reported(worker, report, self._now)
+        if pull is None:
+            return
+        self._to_plan[worker.worker_id] = None
+        seq = pull.seq
+        if seq is None:
+            return
+        num_units = min(report.num_units, pull.num_units)
+        is_whole = num_units == pull.num_units
+        seq.request.note_transfer(pull.transfer(seq, report, num_units, self._now), self._now)
+        handoff = seq.handoff
+        if handoff is not None and handoff.pull is pull:
+            self._handoffs.pulled(seq, handoff, num_units if is_whole else 0)
+            if not is_whole:
+                self._fall_back(pull)
+            return
+        seq.pull = None
+        first = seq.num_shared_pages * worker.pool.units_per_page
+        worker.start_prefilling(seq, (first + num_units) * UNIT_TOKENS)
+        for page, unit_hash in publish_units(worker, seq, seq.num_cached):
+            worker.pool.mark_computed(page, unit_hash)
+
+    def _fall_back(self, pull: Pull) -> None:
+        """A transfer failed, or is silent: who waits for it starts over, computed where it is decoded."""
+        seq = pull.seq
+        if seq is not None:
+            seq.local_only = True
+            self._take_off_worker(seq)
+            self._requeue(seq)
+
     # -- placing and planning --------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
         """Place what waits, then plan every worker that something changed on, until nothing moves."""
+        for seq in self._handoffs.advance(self._workers.values(), self._now):
+            self._handed_off(seq)
         self._place_waiting()
+        self._to_plan |= {worker.worker_id: None for worker in self._workers.values() if worker.has_unsent}
         while self._to_plan:
             worker = self._workers[next(iter(self._to_plan))]
             del self._to_plan[worker.worker_id]
             while (plan := self._builder.next_plan(worker)) is not None:
                 self._commands.append(DispatchPlan(worker.worker_id, worker.epoch, plan))
                 for chunk in plan.prefill_chunks:
-                    if chunk.children:
-                        self._release_siblings(worker.running[chunk.seq_id].request)
+                    seq = worker.running[chunk.seq_id]
+                    if chunk.children and not seq.hands_off:  # else where it is decoded: they follow it there
+                        self._release_siblings(seq.request)
                 self._place_waiting()
 
     def _place_waiting(self) -> None:
@@ -359,11 +438,12 @@ class Engine:
         while self._workers and (seq := self._queue.peek()) is not None:
             if self._already_over(seq):
                 continue
-            placements = [p for w in self._workers.values() if (p := place(seq, w, self._config)) is not None]
+            placements = self._router.placements(seq, self._workers.values(), self._now)
             if placements:
-                self._admit(seq, choose(placements, self._break_tie), placements)
-            elif not any(fits_ever(seq, w) for w in self._workers.values()):
-                self._end_request(seq.request, FinishReason.ERROR, too_large(seq, self._workers.values()))
+                self._admit(seq, self._router.choose(seq, placements), placements)
+            elif not any(fits_ever(seq, worker) for worker in decoders(self._workers.values())):
+                error = too_large(seq, decoders(self._workers.values()))
+                self._end_request(seq.request, FinishReason.ERROR, error)
             else:
                 return
 
@@ -382,19 +462,47 @@ class Engine:
         return seq.state is SeqState.FINISHED
 
     def _admit(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> None:
-        admission = Admission(
+        self._queue.pop(seq)
+        occupy(seq, chosen, self._transfers, self._now)
+        self._to_plan[chosen.worker.worker_id] = None
+        if chosen.hands_off:
+            self._handoffs.add(seq)
+        seq.request.note_admission(self._admission(seq, chosen, placements))
+        if not seq.requeued:
+            uncached = len(seq.tokens) - chosen.room.num_cached
+            self._queue.charge(seq, INPUT_WEIGHT * uncached + CACHED_WEIGHT * chosen.room.num_cached)
+
+    def _admission(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> Admission:
+        pull, num_cached = chosen.pull, chosen.room.num_cached
+        return Admission(
             choice=seq.choice,
             queued_s=seq.queued_s,
             admitted_s=self._now,
             worker_id=chosen.worker.worker_id,
-            cached_tokens=chosen.num_cached,
+            cached_tokens=num_cached if pull is None else chosen.room.num_shared,
             candidates=tuple(p.candidate for p in placements),
             resumed=seq.requeued,
+            pulled_tokens=seq.num_cached - chosen.room.num_shared if pull is not None else 0,
+            pull_source=pull.source.worker_id if pull is not None else None,
+            predicted_cached_tokens=num_cached,
+            role=Role.PREFILL if chosen.hands_off else Role.BOTH,
         )
-        self._queue.pop(seq)
-        occupy(seq, chosen)
-        self._to_plan[chosen.worker.worker_id] = None
-        seq.request.note_admission(admission)
-        if not seq.requeued:
-            uncached = len(seq.tokens) - chosen.num_cached
-            self._queue.charge(seq, INPUT_WEIGHT * uncached + CACHED_WEIGHT * chosen.num_cached)
+
+    def _handed_off(self, seq: Sequence) -> None:
+        """It is decoded on another worker from now on."""
+        worker = seq.worker
+        assert worker is not None
+        self._to_plan[worker.worker_id] = None
+        seq.request.note_admission(
+            Admission(
+                choice=seq.choice,
+                queued_s=self._now,
+                admitted_s=self._now,
+                worker_id=worker.worker_id,
+                cached_tokens=seq.num_cached,
+                candidates=(),
+                resumed=True,
+                predicted_cached_tokens=seq.num_cached,
+                role=Role.DECODE,
+            )
+        )

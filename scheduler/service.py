@@ -8,7 +8,7 @@ from typing import Final, Protocol, assert_never
 
 from observability.metrics import SchedulerMetrics
 from scheduler.clock import Clock
-from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
+from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply, UpdateIndex
 from scheduler.events import Event, StepReported, Tick, WorkerDown, WorkerUp
 from scheduler.publisher import Publisher
 from scheduler.stats import EngineStats
@@ -74,6 +74,8 @@ class Service:
                         self._dispatch(command)
                     case PublishReply() | FinishRequest():
                         replies.append(command)
+                    case UpdateIndex():
+                        pass
                     case _:
                         assert_never(command)
             self._observe(event)

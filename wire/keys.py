@@ -80,6 +80,11 @@ def worker(cell: str, worker_id: WorkerId) -> str:
     return f"{{{cell}}}:worker:{worker_id}"
 
 
+def roles(cell: str) -> str:
+    """Hash: worker id → the role an operator wants of it (wire.plan.Role), until he takes it back."""
+    return f"{{{cell}}}:roles"
+
+
 def gateways(cell: str) -> str:
     """Sorted set: gateway id → unix time its lease lapses."""
     return f"{{{cell}}}:gateways"

@@ -46,6 +46,8 @@ class WorkerIdentity:
     advertise_address: str
     """host:port other processes reach this worker at."""
     role: Role = Role.BOTH
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: int = 0
 
 
 class _PeerClosed(Exception):
@@ -120,6 +122,8 @@ class SchedulerSession:
             unit_tokens=UNIT_TOKENS,
             unit_bytes=0 if runner.kv is None else runner.kv.unit_bytes,
             host_id=host_id(),
+            min_prompt_tokens=identity.min_prompt_tokens,
+            max_prompt_tokens=identity.max_prompt_tokens,
         )
         await self._context.write(pb.ToScheduler(hello=encode_hello(hello)))
         for residents in residents_messages(snapshot.residents, snapshot.tiers):

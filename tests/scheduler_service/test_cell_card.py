@@ -15,14 +15,15 @@ from scheduler.stats import EngineStats, WorkerStats
 from tests.engine.paged_worker import CARD
 from tests.scheduler_service.parts import CELL, GATEWAY, Parts, until
 from wire import keys
-from wire.entries import CellCard
+from wire.entries import CellCard, CellWorker
 from wire.ids import WorkerId
-from wire.plan import ModelCard
+from wire.plan import ModelCard, Role
 
 
 def stats(num_workers: int, model: ModelCard | None = CARD) -> EngineStats:
     pages = PoolCounts(free=5, cached=2, in_use=3, retiring=0)
-    workers = [WorkerStats(WorkerId(f"w{i}"), 1, 10, pages) for i in range(num_workers)]
+    roles = (Role.BOTH, Role.DECODE)
+    workers = [WorkerStats(WorkerId(f"w{i}"), 1, 10, pages, roles[i], num_pulling=i) for i in range(num_workers)]
     return EngineStats(4, num_workers, 0, 0, workers, model, 161, 2.5)
 
 
@@ -54,7 +55,8 @@ async def test_the_card_says_what_gateways_admit_by_and_lapses_with_its_schedule
     shown = Shown(parts, stats(2))
     async with shown.running():
         await until(lambda: shown.shows(2))
-    assert await shown.card() == CellCard("model", "r0", 50, 400, 161, [1], 2, parts.fence, 2.5)
+    workers = [CellWorker(WorkerId("w0"), Role.BOTH, 1), CellWorker(WorkerId("w1"), Role.DECODE, 1)]
+    assert await shown.card() == CellCard("model", "r0", 50, 400, 161, [1], 2, parts.fence, 2.5, workers)
     assert 0 < await parts.redis.pttl(keys.cell_card(CELL)) <= keys.SCHEDULER_LEASE_TTL_S * 1000
 
 
