@@ -20,7 +20,7 @@ from bench.virtual_pulls import VirtualPuller
 from bench.virtual_worker import VirtualWorker, WorkerReport
 from gpu_worker.step_cost import PullCost, StepCost
 from kvstore.prefix_hash import namespace, root_hash
-from scheduler.commands import DispatchPlan, FinishRequest, PublishReply
+from scheduler.commands import DispatchPlan, FinishRequest, PublishReply, Transfer
 from scheduler.engine import Engine
 from scheduler.events import Event, PullReported, Request, RequestArrived, StepReported, Tick, WorkerDown, WorkerUp
 from wire.config import BatchingConfig
@@ -60,6 +60,8 @@ class SimulatedRun:
     busy_s: dict[WorkerId, float] = field(default_factory=dict)
     """Time each worker spent in steps."""
     steps: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
+    """Pulls of KV, as the requests' timelines tell of them."""
 
     @property
     def utilization(self) -> float:
@@ -103,6 +105,7 @@ class Simulation:
             shape.page_size,
             UNIT_TOKENS,
             unit_bytes=0 if shape.pull is None else UNIT_BYTES,
+            host_id="simulated",
         )
         puller = None if shape.pull is None else VirtualPuller(shape.pull, self._found, self.after)
         worker = VirtualWorker(info, shape.cost, after=self.after, deliver=self._deliver, puller=puller)
@@ -199,6 +202,7 @@ class Simulation:
 
     def _finished(self, finish: FinishRequest) -> None:
         index, stats = int(finish.request_id), finish.terminal.stats
+        self._run.transfers += finish.timeline.transfers
         self._open -= 1
         self._run.terminals[index] += 1
         outcome = self._run.outcomes[index]

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import inf
 
 import pytest
 
 from bench.load import poisson_arrivals
-from bench.measure import Result
+from bench.measure import Result, Slo, figures
 from bench.prefix_workloads import PrefixShape, shared_prefixes, unshared
 from bench.prompts import PromptRequest, TokenIds
 from bench.simulator import CARD, SimulatedRun, Simulation, WorkerShape, timed
 from bench.virtual_worker import predicted_token
-from gpu_worker.step_cost import StepCost
+from gpu_worker.step_cost import PullCost, StepCost
 from scheduler.engine import Engine
 from wire.config import BatchingConfig
 from wire.ids import Fence, WorkerId
+from wire.plan import Role
 
 COST = StepCost(fixed_us=2000, weights_us=8000, context_token_us=0.05, prefill_token_us=100, decode_token_us=200)
+PULL = PullCost(fixed_us=1000, unit_us=200)
 SHAPE = PrefixShape(prefixes=6, requests=240, prefix_tokens=320)
 WORKER = WorkerShape(COST, num_pages=120, page_size=32)
 
@@ -74,16 +77,20 @@ def test_shared_prefixes_are_computed_once_and_others_are_not() -> None:
         assert lowest <= cached / sum(outcome.prompt_tokens or 0 for outcome in run.outcomes) <= highest
 
 
-def test_workers_that_leave_and_join_all_the_while_lose_no_token() -> None:
-    simulation, requests = Simulation(new_engine(), [WORKER] * 4), shared_requests()
+@pytest.mark.parametrize(
+    "roles", [[Role.BOTH] * 4, [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]], ids=["both", "split"]
+)
+def test_workers_that_leave_and_join_all_the_while_lose_no_token(roles: list[Role]) -> None:
+    shapes = {WorkerId(f"worker-{n}"): replace(WORKER, role=role, pull=PULL) for n, role in enumerate(roles, 1)}
+    simulation, requests = Simulation(new_engine(), list(shapes.values())), shared_requests()
     rng = random.Random(5)
 
     def churn() -> None:
         if len(simulation.workers) > 2:
             simulation.leave(rng.choice(sorted(simulation.workers)))
         else:
-            gone = {WorkerId(f"worker-{n}") for n in range(1, 5)} - simulation.workers.keys()
-            simulation.join(min(gone), WORKER)
+            gone = min(shapes.keys() - simulation.workers.keys())
+            simulation.join(gone, shapes[gone])
         if simulation.now < 6.0:
             simulation.after(0.2, churn)
 
@@ -91,6 +98,22 @@ def test_workers_that_leave_and_join_all_the_while_lose_no_token() -> None:
     run = simulation.run(requests)
     check(simulation, run, requests)
     assert simulation.engine.stats().displaced > 20
+    assert any(transfer.failure is None for transfer in run.transfers)
+
+
+def test_a_prefix_is_pulled_from_the_worker_that_has_it_when_that_one_is_busy() -> None:
+    shape = replace(SHAPE, prefixes=2, prefix_tokens=1600)
+    requests = timed(shared_prefixes(shape, 1), poisson_arrivals(60.0, shape.requests, 1))
+    p90_ms = {}
+    for kv_pull in (True, False):
+        simulation = Simulation(new_engine(kv_pull=kv_pull), [replace(WORKER, num_pages=400, pull=PULL)] * 4)
+        run = simulation.run(requests)
+        check(simulation, run, requests)
+        assert bool(run.transfers) is kv_pull
+        ttft_ms = figures(run.outcomes, run.duration_s, Slo()).ttft_ms
+        assert ttft_ms is not None
+        p90_ms[kv_pull] = ttft_ms.p90
+    assert p90_ms[True] < p90_ms[False]
 
 
 def test_a_run_that_never_ends_is_an_error_at_its_limit() -> None:
