@@ -21,6 +21,8 @@ from gpu_worker.server.session import WorkerIdentity
 from gpu_worker.simulated_runner import open_simulated
 from gpu_worker.step_cost import StepCost
 from gpu_worker.telemetry import StepTelemetry
+from gpu_worker.transfer.plane import open_plane
+from kvstore.prefix_hash import namespace
 from observability.health_server import serve_health
 from observability.logs import setup_logging
 from observability.metrics import WorkerMetrics
@@ -118,8 +120,12 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
         epoch = Epoch(time.time_ns() // 1_000_000)
         telemetry = StepTelemetry(metrics, tracer)
-        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch))
-        await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer)))
+        plane = stack.enter_context(
+            open_plane(runner.kv, worker_id=identity.worker_id, namespace=namespace(runner.card))
+        )
+        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=plane.puller))
+        source = await stack.enter_async_context(plane.source(executor))
+        await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer), source))
 
         def current_entry() -> WorkerEntry:
             return WorkerEntry(

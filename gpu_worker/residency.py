@@ -130,8 +130,9 @@ class Residency:
     def still(self, found: Found) -> bool:
         """None of these pages got a new owner since: bytes read from them before this call are those of the units."""
         with self._lock:
-            return all(
-                self._generations[place.page_id] == generation
+            num_pages = len(self._generations)
+            return len(found.places) == len(found.generations) and all(
+                place.page_id < num_pages and self._generations[place.page_id] == generation
                 for place, generation in zip(found.places, found.generations, strict=True)
             )
 

@@ -39,6 +39,24 @@ class DevicePages:
     def generations(self) -> Generations:
         return self._generations
 
+    @property
+    def memory_kind(self) -> str:
+        return "VRAM"
+
+    @property
+    def device_id(self) -> int:
+        return self._device.index or 0
+
+    @property
+    def half_addresses(self) -> tuple[int, int]:
+        """Of K, and of V."""
+        keys, values = (half.data_ptr() for half in self._halves)
+        return keys, values
+
+    @property
+    def half_bytes(self) -> int:
+        return self._halves[0].nbytes
+
     @torch.no_grad()
     def read(self, layer: int, places: Sequence[UnitPlace]) -> Bytes:
         """A copy of one layer of units: [len(places), 2 (K, V), unit_layer_bytes]."""
@@ -63,5 +81,9 @@ class DevicePages:
                 tensor[layer].index_copy_(0, units, staged[:, half])
             self._stream.synchronize()
 
+    def unit_index(self, place: UnitPlace) -> int:
+        """Where a unit lies among all units of a layer."""
+        return place.page_id * self._units_per_page + place.index
+
     def _units(self, places: Sequence[UnitPlace]) -> torch.Tensor:
-        return torch.tensor([p.page_id * self._units_per_page + p.index for p in places], device=self._device)
+        return torch.tensor([self.unit_index(place) for place in places], device=self._device)

@@ -35,8 +35,26 @@ class HostPages:
         return self._pool.address
 
     @property
-    def num_pages(self) -> int:
-        return self._pool.layout.num_pages
+    def pool_layout(self) -> PoolLayout:
+        return self._pool.layout
+
+    @property
+    def memory_kind(self) -> str:
+        return "DRAM"
+
+    @property
+    def device_id(self) -> int:
+        return 0
+
+    @property
+    def half_addresses(self) -> tuple[int, int]:
+        """Of K, and of V."""
+        keys, values = (half.ctypes.data for half in self.halves)
+        return keys, values
+
+    @property
+    def half_bytes(self) -> int:
+        return self._pool.layout.half_bytes
 
     def read(self, layer: int, places: Sequence[UnitPlace]) -> Bytes:
         """A copy of one layer of units: [len(places), 2 (K, V), unit_layer_bytes]."""
