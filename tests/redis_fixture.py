@@ -29,27 +29,21 @@ _taken: set[int] = set()
 class RedisServer:
     """One redis-server on one port; its data is in a directory of its own."""
 
-    def __init__(self, directory: Path, *, append_only: bool = False) -> None:
-        """append_only: what was written survives kill -9, but for the last second."""
+    def __init__(self, directory: Path, *, append_only: bool = False, options: dict[str, str] | None = None) -> None:
+        """append_only: what was written survives kill -9, but for the last second. options: of redis-server."""
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._directory = directory
         self._append_only = append_only
+        self._options = options or {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start and wait until it answers."""
         assert self._process is None
-        options = {
-            "port": str(self.port),
-            "bind": "127.0.0.1",
-            "save": "",
-            "appendonly": "yes" if self._append_only else "no",
-            "dir": str(self._directory),
-        }
         with (self._directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(find_server()), *(word for name, value in options.items() for word in (f"--{name}", value))],
+                [str(find_server()), *self.arguments()],
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,
@@ -59,6 +53,17 @@ class RedisServer:
             assert self._process.poll() is None, (self._directory / "redis.log").read_text()
             assert time.monotonic() < deadline_s, "redis-server does not answer"
             time.sleep(0.01)
+
+    def arguments(self) -> list[str]:
+        options = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "save": "",
+            "appendonly": "yes" if self._append_only else "no",
+            "dir": str(self._directory),
+            **self._options,
+        }
+        return [word for name, value in options.items() for word in (f"--{name}", *value.split(" "))]
 
     def kill(self) -> None:
         """kill -9."""
