@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # As variables the pins hold for the build backend too: the first one with an older pip, the second since pip 25.3.
 PINNED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 INSTALL := $(PINNED) $(BIN)/python -m pip install --disable-pip-version-check --quiet
-PROTO := wire/worker.proto
+PROTO := wire/worker.proto wire/transfer.proto
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I.
 
 .DEFAULT_GOAL := help
@@ -37,10 +37,10 @@ format: $(VENV)/.installed-dev ## Fix what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-proto: $(VENV)/.installed-dev ## Regenerate the code of wire/worker.proto.
+proto: $(VENV)/.installed-dev ## Regenerate the code of wire/*.proto.
 	$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTO)
 
-proto-check: $(VENV)/.installed-dev ## Fail when the committed generated code is not that of wire/worker.proto.
+proto-check: $(VENV)/.installed-dev ## Fail when the committed generated code is not that of wire/*.proto.
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
 	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" \
 	  --mypy_out=quiet:"$$fresh" --mypy_grpc_out=quiet:"$$fresh" $(PROTO) && \

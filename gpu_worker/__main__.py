@@ -21,14 +21,17 @@ from gpu_worker.server.session import WorkerIdentity
 from gpu_worker.simulated_runner import open_simulated
 from gpu_worker.step_cost import StepCost
 from gpu_worker.telemetry import StepTelemetry
+from gpu_worker.tiers.open_tiers import open_tiers
+from gpu_worker.transfer.plane import open_plane
+from kvstore.prefix_hash import namespace
 from observability.health_server import serve_health
 from observability.logs import setup_logging
 from observability.metrics import WorkerMetrics
 from observability.tracing import Tracer, setup_tracing
 from wire.collector import calm_collector
-from wire.config import WorkerConfig, load
+from wire.config import CellConfig, WorkerConfig, load
 from wire.entries import WorkerEntry
-from wire.errors import ConfigInvalid, MeshError
+from wire.errors import MeshError
 from wire.ids import Epoch, WorkerId
 from wire.model_path import cache_root, model_path, served_name
 from wire.plan import Role
@@ -48,6 +51,8 @@ def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
         worker_id=WorkerId(config.worker_id or f"{socket.gethostname()}-{bound_port}"),
         advertise_address=config.advertise_address or f"{host}:{bound_port}",
         role=Role(config.role),
+        min_prompt_tokens=config.min_prompt_tokens,
+        max_prompt_tokens=config.max_prompt_tokens,
     )
 
 
@@ -93,11 +98,13 @@ def simulated_model(config: WorkerConfig) -> ModelRunner:
     )
 
 
-def connect_redis(url: str) -> Redis:
-    try:
-        return open_redis(url, command_timeout_s=REDIS_TIMEOUT_S, connect_timeout_s=REDIS_TIMEOUT_S)
-    except ValueError as error:
-        raise ConfigInvalid(f"PHASEMESH_REDIS_URL: {error}", param="PHASEMESH_REDIS_URL") from error
+def connect_redis(config: CellConfig) -> Redis:
+    return open_redis(
+        config.redis_url,
+        cell=config.cell,
+        command_timeout_s=REDIS_TIMEOUT_S,
+        connect_timeout_s=REDIS_TIMEOUT_S,
+    )
 
 
 async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
@@ -110,17 +117,27 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         )
         server, port = bind_server(config.host, config.port)
         identity = identify(config, port)
-        redis = await stack.enter_async_context(connect_redis(config.cell.redis_url))
+        redis = await stack.enter_async_context(connect_redis(config.cell))
         runner = await asyncio.to_thread(load_model, config)
         signals = stop_signals()  # not before: a signal while the model loads just ends the process
         # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
         epoch = Epoch(time.time_ns() // 1_000_000)
         telemetry = StepTelemetry(metrics, tracer)
-        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch))
-        await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer)))
+        units = namespace(runner.card)
+        tiers = stack.enter_context(
+            open_tiers(config.tiers, config.cell, runner.kv, namespace=units, metrics=metrics.tiers)
+        )
+        plane = stack.enter_context(open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers))
+        executor = await stack.enter_async_context(
+            Executor(runner, telemetry, epoch=epoch, puller=plane.puller, tiers=tiers)
+        )
+        source = await stack.enter_async_context(plane.source(executor))
+        await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer), source))
 
         def current_entry() -> WorkerEntry:
-            return WorkerEntry(identity.worker_id, identity.advertise_address, executor.epoch, os.getpid())
+            return WorkerEntry(
+                identity.worker_id, identity.advertise_address, executor.epoch, os.getpid(), identity.role
+            )
 
         calm_collector()
         async with asyncio.TaskGroup() as tasks:

@@ -4,10 +4,12 @@
       open / close    ─▸  Open          a session begins or ends: forget sequences  ─▸
       submit          ─▸  RunPlan       bounded per session                         ─▸   steps
       deliver  ◂────────────────────────  call_soon_threadsafe, in order  ◂───────────  StepReport
+                                                                          ◂─ pulls ───  PullReport, from their threads
+                                                                          ◂─ tiers ───  TierUnits
 
-The thread alone touches the model, the sequences and the residency. Anything newer in the inbox makes the running
-plan yield after its step, and a plan of decodes alone takes none while a newer plan with steps is queued. A pipelined
-runner (a GPU) is given the next step before this one's tokens are read:
+The thread alone touches the model and the sequences, and says who owns a page (residency.py). Anything newer in the
+inbox makes the running plan yield after its step, and a plan of decodes alone takes none while a newer plan with steps
+is queued. A pipelined runner (a GPU) is given the next step before this one's tokens are read:
 
     device  | step 0      | step 1      | step 2      |            fed by the tokens of the step before, on the device
     host      launch 1 ▸ read 0 ▸ launch 2 ▸ read 1 ▸ …            a plan that arrives meanwhile waits for one step more
@@ -21,18 +23,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TypeAlias, assert_never
 
 from gpu_worker.batching import PlanRun, StepEntry, build_batch, step_ahead
 from gpu_worker.model_port import ModelRunner, PipelinedRunner, Sampled, StepOutput
+from gpu_worker.pulls import SessionPulls
 from gpu_worker.residency import Residency
 from gpu_worker.sequences import LiveSequence, SequenceTable
 from gpu_worker.telemetry import StepTelemetry
-from wire.ids import Epoch
-from wire.plan import PageUnits, Progress, StepPlan, StepReport, StepTiming
+from gpu_worker.transfer.port import LowerTiers, Puller
+from wire.ids import Epoch, PageId
+from wire.plan import PageUnits, Progress, PullReport, StepPlan, StepReport, StepTiming, TierUnits
 from wire.sampling import FinishReason
 
 log = logging.getLogger("gpu_worker.executor")
@@ -42,11 +46,14 @@ MAX_QUEUED_PLANS = 64
 STOP_TIMEOUT_S = 5.0
 """A running step gets this long to end at shutdown."""
 
+WorkerReport: TypeAlias = StepReport | PullReport | TierUnits
+"""What a worker tells its scheduler."""
+
 
 class PlanChannel:
     """One session's way to the executor. `deliver` is called in the event loop, report by report."""
 
-    def __init__(self, deliver: Callable[[StepReport], None]) -> None:
+    def __init__(self, deliver: Callable[[WorkerReport], None]) -> None:
         self.deliver = deliver
         self.free_places = asyncio.BoundedSemaphore(MAX_QUEUED_PLANS)
 
@@ -57,6 +64,7 @@ class Snapshot:
 
     epoch: Epoch
     residents: list[PageUnits]
+    tiers: list[TierUnits] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +93,33 @@ class Executor:
     epoch: of this process's KV tensors; later ones, after a step that raised, count up from it.
     """
 
-    def __init__(self, runner: ModelRunner, telemetry: StepTelemetry, *, epoch: Epoch) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        telemetry: StepTelemetry,
+        *,
+        epoch: Epoch,
+        puller: Puller | None = None,
+        tiers: LowerTiers | None = None,
+    ) -> None:
         self.runner = runner
         self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
         self._telemetry = telemetry
         self._epoch = epoch
-        self._residency = Residency(runner.page_size)
+        self._tiers = tiers
+        self.residency = Residency(
+            runner.page_size,
+            runner.num_pages,
+            generations=None if runner.kv is None else runner.kv.generations,
+            on_void=None if tiers is None else tiers.save,
+        )
+        self._pulls = SessionPulls(puller, self.residency, num_pages=runner.num_pages, page_size=runner.page_size)
         self._table = SequenceTable(
             runner.card,
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             on_drop=telemetry.sequence_over,
+            on_grant=self._granted,
         )
         self._inbox: deque[_Work] = deque()
         self._inbox_changed = threading.Condition()
@@ -160,14 +184,16 @@ class Executor:
                 match self._take():
                     case _Open(new_channel, opened):
                         self._forget_sequences()
+                        self._pulls.end_all()
                         channel = new_channel
-                        self._post(_resolve, opened, Snapshot(self._epoch, self._residency.pages()))
+                        self._post(_resolve, opened, self._snapshot(channel))
                     case _RunPlan(owner, plan):
                         self._post(owner.free_places.release)
                         if owner is channel and not self._run_plan(owner, plan):
                             channel = None
                     case _Stop():
                         self._forget_sequences()
+                        self._pulls.end_all()
                         return
                     case other:
                         assert_never(other)
@@ -183,6 +209,16 @@ class Executor:
         if not self._loop.is_closed():  # closed: a step outlived STOP_TIMEOUT_S, and nobody listens
             self._loop.call_soon_threadsafe(callback, *args)
 
+    def _snapshot(self, channel: PlanChannel | None) -> Snapshot:
+        """Also makes `channel` the one that hears of the tiers below, from what is told here on."""
+
+        def deliver(units: TierUnits) -> None:
+            if channel is not None:
+                self._post(channel.deliver, units)
+
+        tiers = [] if self._tiers is None else self._tiers.subscribe(deliver)
+        return Snapshot(self._epoch, self.residency.pages(), tiers)
+
     def _forget_sequences(self) -> None:
         self._table.clear()
         self._telemetry.set_sequences(0)
@@ -191,13 +227,16 @@ class Executor:
         """Run a plan's steps, a report each. False: a step raised, and the epoch and its session are void."""
         step = 0
         try:
-            for report in self._steps(plan):
+            for report in self._steps(channel, plan):
                 self._post(channel.deliver, report)
                 step += 1
         except Exception as error:  # whatever the model raised: the worker outlives it, with nothing to trust
             log.exception("step failed", extra={"plan": plan.plan_id, "step": step, "epoch": self._epoch})
             self._forget_sequences()
-            self._residency.clear()
+            self._pulls.end_all()
+            self.residency.clear()
+            if self._tiers is not None:
+                self._tiers.clear()
             self._epoch = Epoch(self._epoch + 1)
             self._telemetry.epoch_began(after_failure=True)
             failure = f"{type(error).__name__}: {error}"
@@ -205,11 +244,10 @@ class Executor:
             return False
         return True
 
-    def _steps(self, plan: StepPlan) -> Iterator[StepReport]:
+    def _steps(self, channel: PlanChannel, plan: StepPlan) -> Iterator[StepReport]:
         watch = _StepWatch()
+        self._move_pages(channel, plan)
         run = PlanRun(plan, self._table)
-        if plan.page_copies:
-            self._copy_pages(plan)
         entries = [] if plan.max_steps == 0 or self._is_superseded(plan) else run.first_step()
         progress = run.refused
         if not entries:
@@ -240,9 +278,18 @@ class Executor:
         with self._inbox_changed:
             return any(isinstance(work, _RunPlan) and work.plan.max_steps > 0 for work in self._inbox)
 
-    def _copy_pages(self, plan: StepPlan) -> None:
-        self.runner.copy_pages(plan.page_copies)
-        self._residency.copied(plan.page_copies)
+    def _move_pages(self, channel: PlanChannel, plan: StepPlan) -> None:
+        """Copies, then pulls begin: before grants, so that a sequence finds its units where these put them."""
+        self._pulls.cancel(plan.cancelled_pulls)
+        if plan.page_copies:
+            self.residency.void(copy.target_page for copy in plan.page_copies)
+            self.runner.copy_pages(plan.page_copies)
+            self.residency.copied(plan.page_copies)
+        for pull in plan.kv_pulls:
+            self._pulls.begin(pull, partial(self._post, channel.deliver))
+
+    def _granted(self, sequence: LiveSequence, first_index: int, pages: list[PageId]) -> None:
+        self.residency.granted(pages, first_index, sequence.unit_hashes, sequence.num_computed)
 
     def _launch(self, entries: list[StepEntry], watch: _StepWatch) -> _Launched:
         """Begin a step. A runner that is not pipelined runs it when its result is asked for."""
@@ -280,7 +327,7 @@ class Executor:
         """Account for one sequence's part of a step that ran; drops the sequence when it is over."""
         sequence = entry.sequence
         sequence.advance(entry.end)
-        self._residency.written(sequence.block_table, sequence.unit_hashes, entry.start, entry.end)
+        self.residency.written(sequence.block_table, sequence.unit_hashes, entry.start, entry.end)
         progress = Progress(sequence.seq_id, sequence.incarnation, sequence.num_computed, tokens=[])
         if sampled is None:
             return progress

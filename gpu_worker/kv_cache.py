@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +10,12 @@ import torch
 
 from gpu_worker.kv_format import KVFormat
 from gpu_worker.model_config import DecoderConfig
+from gpu_worker.transfer.device_pages import DevicePages
+from gpu_worker.transfer.host_pages import HostPages
+from gpu_worker.transfer.port import KvFormat, KvPages
+from gpu_worker.transfer.shared_pool import SharedPool
 from wire.errors import ConfigInvalid
+from wire.ids import UNIT_TOKENS
 from wire.plan import PageCopy
 
 
@@ -57,16 +62,27 @@ class KVLayout:
         slots = self.num_layers * self.num_pages * self.page_size
         return 2 * slots * self.num_kv_heads * self.row_size * self.dtype.itemsize
 
+    @property
+    def transfer_format(self) -> KvFormat:
+        """How units of these pages are stored, for whoever might exchange them."""
+        return KvFormat(
+            dtype=self.kv_format.name,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            row_size=self.row_size,
+            element_bytes=self.dtype.itemsize,
+            unit_tokens=UNIT_TOKENS,
+        )
+
 
 class KVCache:
-    """K and V, each [num_layers, num_pages, page_size, num_kv_heads, row_size]."""
+    """K and V, each [num_layers, num_pages, page_size, num_kv_heads, row_size]. `transfers`: the same, by unit."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         """Raises ConfigInvalid when the device has no such memory."""
         self.layout = layout
         try:
-            self.keys = _zeros(layout, device)
-            self.values = _zeros(layout, device)
+            self.keys, self.values, self.transfers = _zeros(layout, device)
         except (OSError, RuntimeError) as error:
             raise ConfigInvalid(
                 f"PHASEMESH_KV_MEMORY_MB or PHASEMESH_KV_PAGES: no {layout.total_bytes / 2**30:.1f} GiB on {device}",
@@ -93,13 +109,16 @@ class KVCache:
                 tensor[:, copy.target_page, : copy.num_slots] = tensor[:, copy.source_page, : copy.num_slots]
 
 
-def _zeros(layout: KVLayout, device: torch.device) -> torch.Tensor:
-    """Zeros, not garbage: attention multiplies masked slots by 0, and 0 * NaN is NaN."""
+def _zeros(layout: KVLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, KvPages]:
+    """K, V, and both for transfers. Zeros, not garbage: attention multiplies masked slots by 0, and 0 * NaN is NaN."""
     if device.type != "cpu":
-        return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
-    # Pages of the system's, which are zero and cost nothing until written. Small ones: a KV page has a place in every
-    # layer, and the first write into it would wait for a huge one to be cleared in each.
-    pool = mmap.mmap(-1, layout.total_bytes // 2)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        pool.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(pool, dtype=layout.dtype).view(layout.shape)
+        keys, values = (torch.zeros(layout.shape, dtype=layout.dtype, device=device) for _ in range(2))
+        return keys, values, DevicePages(layout.transfer_format, keys, values)
+    pool = SharedPool(layout.num_pages, layout.total_bytes // 2)
+    keys, values = (
+        torch.frombuffer(pool.buffer, dtype=layout.dtype, offset=offset, count=math.prod(layout.shape)).view(
+            layout.shape
+        )
+        for offset in (pool.layout.keys, pool.layout.values)
+    )
+    return keys, values, HostPages(layout.transfer_format, layout.page_size, pool)

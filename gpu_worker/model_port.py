@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.transfer.port import KvPages
 from wire.plan import ModelCard, PageCopy
 from wire.sampling import TokenLogprobs
 
@@ -47,6 +48,11 @@ class ModelRunner(Protocol):
     @property
     def page_size(self) -> int:
         """Tokens (slots) per page."""
+        ...
+
+    @property
+    def kv(self) -> KvPages | None:
+        """The same pages for transfers, which run beside the steps; None: it neither gives nor takes KV."""
         ...
 
     def compute_thread(self) -> AbstractContextManager[object]:

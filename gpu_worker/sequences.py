@@ -98,11 +98,14 @@ class SequenceTable:
         num_pages: int,
         page_size: int,
         on_drop: Callable[[LiveSequence], None] = lambda sequence: None,
+        on_grant: Callable[[LiveSequence, int, list[PageId]], None] = lambda sequence, first_index, pages: None,
     ) -> None:
+        """on_grant: told of pages that are new in a sequence's block table, from first_index on."""
         self._card = card
         self._num_pages = num_pages
         self._page_size = page_size
         self._on_drop = on_drop
+        self._on_grant = on_grant
         self._live: dict[SeqId, LiveSequence] = {}
 
     def __len__(self) -> int:
@@ -171,12 +174,16 @@ class SequenceTable:
             raise EntryMalformed(f"grant: first_index {grant.first_index} leaves a gap after {len(table)} pages")
         if any(page >= self._num_pages for page in grant.page_ids):
             raise EntryMalformed(f"grant: page {max(grant.page_ids)} of a pool of {self._num_pages}")
+        known = table[grant.first_index :]
+        common = next((i for i, (a, b) in enumerate(zip(known, grant.page_ids, strict=False)) if a != b), len(known))
         table[grant.first_index : grant.first_index + len(grant.page_ids)] = grant.page_ids
         if grant.granted_slots > len(table) * self._page_size:
             raise EntryMalformed(
                 f"grant: granted_slots {grant.granted_slots} over {len(table)} pages of {self._page_size}"
             )
         sequence.granted_slots = grant.granted_slots
+        if common < len(grant.page_ids):
+            self._on_grant(sequence, grant.first_index + common, grant.page_ids[common:])
 
     def check_chunk(self, sequence: LiveSequence, chunk: PrefillChunk) -> None:
         """A chunk continues its sequence exactly, inside its tokens and its grant."""

@@ -18,6 +18,7 @@ from gpu_worker.rope import RotaryEmbedding
 from gpu_worker.sampler import sample
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.transfer.port import KvPages
 from gpu_worker.upload import upload
 from wire.plan import ModelCard, PageCopy
 
@@ -61,6 +62,11 @@ class TorchModelRunner:
         self._windows = frozenset(config.layer_windows)
         self._dtype = kv_cache.layout.kv_format.compute_dtype
         self._threads = threads or os.cpu_count() or 1
+
+    @property
+    def kv(self) -> KvPages:
+        """The pages for transfers, which run beside the steps."""
+        return self._kv_cache.transfers
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -55,30 +55,29 @@ HERE = Place()
 class RedisServer:
     """One redis-server on one port; its data is in a directory of its own."""
 
-    def __init__(self, directory: Path, *, append_only: bool = False, place: Place = HERE) -> None:
-        """append_only: what was written survives kill -9, but for the last second."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        append_only: bool = False,
+        options: dict[str, str] | None = None,
+        place: Place = HERE,
+    ) -> None:
+        """append_only: what was written survives kill -9, but for the last second. options: of redis-server."""
         self.port = free_port()
         self.url = f"redis://{place.address}:{self.port}/0"
         self._place = place
         self._directory = directory
         self._append_only = append_only
+        self._options = options or {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start and wait until it answers."""
         assert self._process is None
-        options = {
-            "port": str(self.port),
-            "bind": self._place.address,
-            "protected-mode": "no",  # it only listens where tests are
-            "save": "",
-            "appendonly": "yes" if self._append_only else "no",
-            "dir": str(self._directory),
-        }
-        words = [word for name, value in options.items() for word in (f"--{name}", value)]
         with (self._directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
-                self._place.command([str(find_server()), *words]),
+                self._place.command([str(find_server()), *self.arguments()]),
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,
@@ -89,6 +88,18 @@ class RedisServer:
             assert self._process.poll() is None, (self._directory / "redis.log").read_text()
             assert time.monotonic() < deadline_s, "redis-server does not answer"
             time.sleep(0.01)
+
+    def arguments(self) -> list[str]:
+        options = {
+            "port": str(self.port),
+            "bind": self._place.address,
+            "protected-mode": "no",  # it only listens where tests are
+            "save": "",
+            "appendonly": "yes" if self._append_only else "no",
+            "dir": str(self._directory),
+            **self._options,
+        }
+        return [word for name, value in options.items() for word in (f"--{name}", *value.split(" "))]
 
     def kill(self) -> None:
         """kill -9."""

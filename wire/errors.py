@@ -1,5 +1,5 @@
 """The error tree. Every error that can reach a client has a stable code, a message that names the field and
-the limit, and is turned into HTTP at one edge (gateway/errors.py) and into gRPC at one edge (gpu_worker/server/)."""
+the limit, and is turned into HTTP at one edge (gateway/errors.py) and into gRPC at one (gpu_worker/grpc_status.py)."""
 
 from __future__ import annotations
 
@@ -89,6 +89,18 @@ class StepFailed(MeshError):
     """A worker's step raised; what it computed is void."""
 
     code = "step_failed"
+
+
+class TransferRefused(MeshError):
+    """A pull asks for KV of another epoch, namespace or format than the source's, or of a worker that gives none."""
+
+    code = "transfer_refused"
+
+
+class TransferFailed(MeshError):
+    """A pull under way cannot go on: a page got a new owner, a checksum is wrong, the source is silent or gone."""
+
+    code = "transfer_failed"
 
 
 class EntryMalformed(MeshError):

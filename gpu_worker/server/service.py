@@ -1,4 +1,4 @@
-"""The Worker service: who may open a session, and the one place where a worker's errors become gRPC statuses."""
+"""The Worker service: who may open a session."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from contextlib import asynccontextmanager
 import grpc
 
 from gpu_worker.executor import Executor
+from gpu_worker.grpc_status import status_of
 from gpu_worker.server.session import SchedulerSession, ServerContext, WorkerIdentity
+from gpu_worker.transfer.source import TransferSource
 from observability import names
 from observability.tracing import Span, Tracer
 from wire import worker_pb2 as pb
 from wire import worker_pb2_grpc as pb_grpc
-from wire.errors import ConfigInvalid, EntryMalformed, FenceLost, MeshError, Overloaded, Unavailable
+from wire.errors import ConfigInvalid, EntryMalformed, FenceLost, MeshError, Unavailable
 from wire.ids import Fence
+from wire.transfer_pb2_grpc import add_KvTransferServicer_to_server
 
 log = logging.getLogger("gpu_worker.server")
 
@@ -38,17 +41,6 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.so_reuseport", 0),  # a second worker on the port is an error, not a silent sharer
 )
-
-_STATUS: tuple[tuple[type[MeshError], grpc.StatusCode], ...] = (
-    (FenceLost, grpc.StatusCode.FAILED_PRECONDITION),
-    (EntryMalformed, grpc.StatusCode.INVALID_ARGUMENT),
-    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (Unavailable, grpc.StatusCode.UNAVAILABLE),
-)
-
-
-def status_of(error: MeshError) -> grpc.StatusCode:
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 class WorkerService(pb_grpc.WorkerServicer):
@@ -143,9 +135,13 @@ def bind_server(host: str, port: int) -> tuple[grpc.aio.Server, int]:
 
 
 @asynccontextmanager
-async def serving(server: grpc.aio.Server, service: WorkerService) -> AsyncIterator[None]:
-    """Serve until the block ends; then end the live session with UNAVAILABLE."""
+async def serving(
+    server: grpc.aio.Server, service: WorkerService, source: TransferSource | None = None
+) -> AsyncIterator[None]:
+    """Serve until the block ends; then end the live session with UNAVAILABLE. source: gives KV to other workers."""
     pb_grpc.add_WorkerServicer_to_server(service, server)
+    if source is not None:
+        add_KvTransferServicer_to_server(source, server)
     await server.start()
     try:
         yield

@@ -7,17 +7,26 @@ stream ─▸ _read_plans  ─▸ executor ─▸ deliver ─▸ [reports] ─�
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import grpc
 
-from gpu_worker.executor import Executor, PlanChannel, Snapshot
+from gpu_worker.executor import Executor, PlanChannel, Snapshot, WorkerReport
+from gpu_worker.transfer.host_id import host_id
 from wire import worker_pb2 as pb
 from wire.errors import EntryMalformed, FenceLost, MeshError, Overloaded, StepFailed
 from wire.ids import UNIT_TOKENS, Fence, WorkerId
-from wire.plan import PageUnits, Role, StepReport, WorkerInfo
-from wire.worker_codec import decode_plan, encode_hello, encode_report, encode_residents
+from wire.plan import PageUnits, PullReport, Role, StepReport, TierUnits, WorkerInfo
+from wire.worker_codec import (
+    decode_plan,
+    encode_hello,
+    encode_pull_report,
+    encode_report,
+    encode_residents,
+    encode_tier_units,
+)
 
 RESIDENTS_MESSAGE_BYTES = 1 << 20
 """A Residents message is at most this long."""
@@ -26,6 +35,7 @@ MAX_UNSENT_REPORTS = 4096
 
 _HASH_BYTES = 32 + 2  # with its protobuf tag and length
 _PAGE_BYTES = 16  # the rest of a PageUnits: tags, lengths and the page id
+_TIER_UNITS = (RESIDENTS_MESSAGE_BYTES - 64) // _HASH_BYTES
 
 ServerContext = grpc.aio.ServicerContext[pb.ToWorker, pb.ToScheduler]
 
@@ -36,6 +46,8 @@ class WorkerIdentity:
     advertise_address: str
     """host:port other processes reach this worker at."""
     role: Role = Role.BOTH
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: int = 0
 
 
 class _PeerClosed(Exception):
@@ -53,7 +65,7 @@ class SchedulerSession:
         self._context = context
         self._executor = executor
         self._channel = PlanChannel(self._deliver)
-        self._reports: asyncio.Queue[StepReport] = asyncio.Queue(MAX_UNSENT_REPORTS)  # full → the session ends
+        self._reports: asyncio.Queue[WorkerReport] = asyncio.Queue(MAX_UNSENT_REPORTS)  # full → the session ends
         self._revoked: asyncio.Future[MeshError] = asyncio.get_running_loop().create_future()
 
     def revoke(self, reason: MeshError) -> None:
@@ -80,7 +92,7 @@ class SchedulerSession:
         if failures:
             raise failures[0]
 
-    def _deliver(self, report: StepReport) -> None:
+    def _deliver(self, report: WorkerReport) -> None:
         try:
             self._reports.put_nowait(report)
         except asyncio.QueueFull:
@@ -93,8 +105,6 @@ class SchedulerSession:
             plan = decode_plan(message.plan)
             if plan.fence != self.fence:
                 raise FenceLost(f"plan {plan.plan_id}: fence {plan.fence}, this session's is {self.fence}")
-            if plan.kv_pulls:
-                raise EntryMalformed(f"plan {plan.plan_id}: kv_pulls, which this worker does not offer")
             await self._executor.submit(self._channel, plan)
         raise _PeerClosed
 
@@ -110,22 +120,42 @@ class SchedulerSession:
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             unit_tokens=UNIT_TOKENS,
+            min_prompt_tokens=identity.min_prompt_tokens,
+            max_prompt_tokens=identity.max_prompt_tokens,
+            unit_bytes=0 if runner.kv is None else runner.kv.unit_bytes,
+            host_id=host_id(),
         )
         await self._context.write(pb.ToScheduler(hello=encode_hello(hello)))
-        for residents in residents_messages(snapshot.residents):
+        for residents in residents_messages(snapshot.residents, snapshot.tiers):
             await self._context.write(pb.ToScheduler(residents=residents))
         while True:
             report = await self._reports.get()
-            await self._context.write(pb.ToScheduler(report=encode_report(report)))
-            if report.failure is not None:
+            await self._context.write(_message(report))
+            if isinstance(report, StepReport) and report.failure is not None:
                 raise StepFailed(report.failure)
 
     async def _until_revoked(self) -> None:
         raise await self._revoked
 
 
-def residents_messages(pages: list[PageUnits]) -> Iterator[pb.Residents]:
+def _message(report: WorkerReport) -> pb.ToScheduler:
+    match report:
+        case StepReport():
+            return pb.ToScheduler(report=encode_report(report))
+        case PullReport():
+            return pb.ToScheduler(pull_report=encode_pull_report(report))
+        case TierUnits():
+            return pb.ToScheduler(tier_units=encode_tier_units(report))
+        case _:
+            assert_never(report)
+
+
+def residents_messages(pages: list[PageUnits], tiers: Sequence[TierUnits] = ()) -> Iterator[pb.Residents]:
     """Residents in messages of at most RESIDENTS_MESSAGE_BYTES; at least one, the last one marked."""
+    for held in tiers:
+        for first in range(0, len(held.stored), _TIER_UNITS):
+            part = TierUnits(held.tier, held.stored[first : first + _TIER_UNITS])
+            yield encode_residents([], [part], last=False)
     batch: list[PageUnits] = []
     batch_bytes = 0
     for page in pages:

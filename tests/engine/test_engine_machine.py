@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, settings
@@ -11,23 +12,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.prefix_hash import namespace, root_hash
-from scheduler.commands import DispatchPlan, FinishRequest, PublishReply
+from scheduler.commands import DispatchPlan, FinishRequest, PublishReply, UpdateIndex
 from scheduler.engine import Engine
 from scheduler.events import (
     CancelRequested,
     Event,
     Request,
     RequestArrived,
+    RoleChanged,
     StepReported,
     Tick,
+    TierChanged,
     WorkerDown,
     WorkerUp,
 )
 from tests.engine.paged_worker import CARD, VOCAB, PagedWorker, expected_output
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TerminalReply, TokensReply
-from wire.ids import Fence, GatewayId, RequestId, WorkerId
-from wire.plan import StepReport
+from wire.ids import Epoch, Fence, GatewayId, PlanId, RequestId, UnitHash, WorkerId
+from wire.plan import Role, StepReport, Tier
 from wire.sampling import SamplingParams
 
 ROOT = root_hash(namespace(CARD))
@@ -52,9 +55,20 @@ class EngineMachine(RuleBasedStateMachine):
         grace_s=st.sampled_from([0.05, 1000.0]),
         page_size=st.sampled_from([16, 64]),
         pages=st.integers(3, 14),
-        workers=st.integers(1, 2),
         itl_target_ms=st.sampled_from([math.inf, 5.0, 40.0]),
         max_running=st.sampled_from([None, 3, 20]),
+        roles=st.sampled_from(
+            [
+                [Role.BOTH],
+                [Role.BOTH, Role.BOTH],
+                [Role.PREFILL, Role.DECODE],
+                [Role.PREFILL, Role.BOTH, Role.DECODE],
+            ]
+        ),
+        page_sizes_differ=st.booleans(),
+        tier_units=st.sampled_from([0, 0, 6, 40]),
+        routing=st.sampled_from(["precise", "precise", "precise", "approximate", "least_loaded", "random"]),
+        pull_lease_ms=st.sampled_from([50, 10_000]),
     )
     def start(
         self,
@@ -64,9 +78,13 @@ class EngineMachine(RuleBasedStateMachine):
         grace_s: float,
         page_size: int,
         pages: int,
-        workers: int,
         itl_target_ms: float,
         max_running: int | None,
+        roles: list[Role],
+        page_sizes_differ: bool,
+        tier_units: int,
+        routing: str,
+        pull_lease_ms: int,
     ) -> None:
         self.grace_s = grace_s
         self.config = BatchingConfig(
@@ -77,34 +95,42 @@ class EngineMachine(RuleBasedStateMachine):
             kv_watermark=0.1,
             itl_target_ms=itl_target_ms,
             max_running=max_running,
+            routing=routing,
+            pull_lease_ms=pull_lease_ms,
         )
         self.engine = Engine(self.config, no_worker_grace_s=self.grace_s, routing_seed=3, fence=Fence(5))
         self.now = 0.0
         self.page_size, self.num_pages = page_size, pages
+        self.page_sizes_differ, self.tier_units = page_sizes_differ, tier_units
+        self.indexed: defaultdict[tuple[WorkerId, Epoch, Tier], set[UnitHash]] = defaultdict(set)
         self.workers: dict[WorkerId, PagedWorker] = {}
         self.down: list[PagedWorker] = []
         self.clients: dict[RequestId, Client] = {}
-        self.delivered: list[tuple[PagedWorker, StepReport]] = []
+        self.delivered: list[Event] = []
         self.cancelled_early: set[RequestId] = set()
         self.epochs = 1
-        for index in range(workers):
-            self.bring_up(self.new_worker(f"w{index}"))
+        for index, role in enumerate(roles):
+            self.bring_up(self.new_worker(f"w{index}", role))
 
     # -- plumbing --
 
-    def new_worker(self, worker_id: str) -> PagedWorker:
+    def new_worker(self, worker_id: str, role: Role) -> PagedWorker:
+        bigger = 4 if self.page_sizes_differ and self.page_size == 16 and worker_id == "w1" else 1
         return PagedWorker(
             worker_id,
             self.num_pages,
-            self.page_size,
+            self.page_size * bigger,
             self.config.step_token_budget,
             epoch=self.epochs,
             step_us=lambda work: 2000.0 + 700.0 * work.tokens + 2.0 * work.chunk_pairs,
+            role=role,
+            peers=self.workers,
+            tier_units=self.tier_units,
         )
 
     def bring_up(self, worker: PagedWorker) -> None:
         self.workers[worker.info.worker_id] = worker
-        self.feed(WorkerUp(worker.info, worker.residents()))
+        self.feed(WorkerUp(worker.info, worker.residents(), worker.tiers()))
 
     def feed(self, event: Event) -> None:
         self.now += 0.01
@@ -126,6 +152,12 @@ class EngineMachine(RuleBasedStateMachine):
                     client = self.clients[request_id]
                     assert client.terminal is None, "two terminals"
                     client.terminal = terminal
+                case UpdateIndex(worker_id, epoch, tier, stored, dropped, fresh):
+                    if fresh:
+                        for key in [key for key in self.indexed if key[0] == worker_id]:
+                            del self.indexed[key]
+                    self.indexed[worker_id, epoch, tier] -= set(dropped)
+                    self.indexed[worker_id, epoch, tier] |= set(stored)
 
     def check_finished(self, client: Client) -> None:
         assert client.terminal is not None, "never finished"
@@ -186,15 +218,32 @@ class EngineMachine(RuleBasedStateMachine):
     def deliver(self, data: st.DataObject, number: int) -> None:
         worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.reports]))
         for _ in range(min(number, len(worker.reports))):
-            report = worker.reports.popleft()
-            self.delivered.append((worker, report))
-            self.feed(StepReported(worker.info.worker_id, worker.info.epoch, report))
+            event = worker.event(worker.reports.popleft())
+            if not isinstance(event, TierChanged):  # repeated, it would say what was, not what is
+                self.delivered.append(event)
+            self.feed(event)
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def repeat_an_old_report(self, data: st.DataObject) -> None:
-        worker, report = data.draw(st.sampled_from(self.delivered[-20:]))
-        self.feed(StepReported(worker.info.worker_id, worker.info.epoch, report))
+        self.feed(data.draw(st.sampled_from(self.delivered[-20:])))
+
+    @precondition(lambda self: any(w.pulls for w in self.workers.values()))
+    @rule(data=st.data(), most_units=st.sampled_from([None, None, None, 0, 1, 3]))
+    def a_pull_ends(self, data: st.DataObject, most_units: int | None) -> None:
+        worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.pulls]))
+        worker.finish_pull(data.draw(st.sampled_from(list(worker.pulls))), most_units)
+
+    @precondition(lambda self: any(w.pulls for w in self.workers.values()))
+    @rule(data=st.data())
+    def a_pull_goes_on(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.pulls]))
+        worker.renew_pull(data.draw(st.sampled_from(list(worker.pulls))))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), role=st.sampled_from(Role))
+    def an_operator_changes_a_role(self, data: st.DataObject, role: Role) -> None:
+        self.feed(RoleChanged(data.draw(st.sampled_from(list(self.workers))), role))
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data(), reason=st.sampled_from(["disconnect", "stop"]))
@@ -218,7 +267,7 @@ class EngineMachine(RuleBasedStateMachine):
         worker.reconnect()
         if not keeps_memory:
             self.epochs += 1
-            worker = self.new_worker(worker.info.worker_id)
+            worker = self.new_worker(worker.info.worker_id, worker.info.role)
         self.down.append(worker)
 
     @precondition(lambda self: any(w.reports for w in self.workers.values()))
@@ -227,12 +276,13 @@ class EngineMachine(RuleBasedStateMachine):
         """The worker reports the failure, drops everything and comes back with a new epoch."""
         worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.reports]))
         info = worker.info
-        failed = StepReport(worker.reports[-1].plan_id, 0, True, [], failure="boom")
+        last = next((r.plan_id for r in reversed(worker.reports) if isinstance(r, StepReport)), PlanId(1))
+        failed = StepReport(last, 0, True, [], failure="boom")
         del self.workers[info.worker_id]
         self.feed(StepReported(info.worker_id, info.epoch, failed))
         self.feed(WorkerDown(info.worker_id, info.epoch, "the stream ended"))
         self.epochs += 1
-        self.bring_up(self.new_worker(info.worker_id))
+        self.bring_up(self.new_worker(info.worker_id, info.role))
 
     @precondition(lambda self: self.down)
     @rule()
@@ -253,13 +303,26 @@ class EngineMachine(RuleBasedStateMachine):
             assert worker.running <= (self.config.max_running or self.config.step_token_budget)
 
     @invariant()
+    def the_twin_and_the_index_hold_what_was_computed(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for worker_id, view in self.engine._workers.items():
+            twin = self.engine.twin.units(worker_id)
+            assert (
+                twin[Tier.DEVICE] == set(view.pool.computed_units()) == self.indexed[worker_id, view.epoch, Tier.DEVICE]
+            )
+            assert twin[Tier.HOST] == self.indexed[worker_id, view.epoch, Tier.HOST]
+
+    @invariant()
     def what_is_kept_up_to_date_is_what_a_scan_would_find(self) -> None:
         if not hasattr(self, "engine"):
             return
         for worker in self.engine._workers.values():
             running = worker.running.values()
-            assert list(worker.prefilling) == [s.seq_id for s in running if s.is_prefilling]
-            assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling}
+            assert worker.pulling.keys() == {s.seq_id for s in running if s.pull is not None}
+            assert worker.prefilling.keys() == {s.seq_id for s in running if s.is_prefilling and s.pull is None}
+            assert worker.parked.keys() == {s.seq_id for s in running if not s.is_prefilling and s.hands_off}
+            assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling and not s.hands_off}
             assert worker.queued_prefill_tokens == sum(s.prefill_end - s.num_dispatched for s in running)
             assert all(s.granted_slots == len(s.pages) * worker.page_size for s in running)
             growing = [s for s in worker.decoding.values() if s.granted_slots < s.max_slots]
@@ -273,18 +336,29 @@ class EngineMachine(RuleBasedStateMachine):
             return
         while self.down:
             self.bring_up(self.down.pop())
-        for _ in range(20_000):
+        for _ in range(5_000):
             for worker in self.workers.values():
                 worker.run_step()
+                for pull_id in list(worker.pulls):
+                    worker.finish_pull(pull_id)
                 while worker.reports:
-                    self.feed(StepReported(worker.info.worker_id, worker.info.epoch, worker.reports.popleft()))
+                    self.feed(worker.event(worker.reports.popleft()))
             if all(w.is_idle for w in self.workers.values()):
-                break
+                if all(client.terminal is not None for client in self.clients.values()):
+                    break
+                self.now += 1.0  # what waits may wait for time to pass: a pair of workers to be trusted again
+                self.feed(Tick())
         for client in self.clients.values():
             self.check_finished(client)
         stats = self.engine.stats()
         assert stats.waiting == stats.running == 0
         assert all(w.pages.in_use == w.pages.retiring == 0 for w in stats.workers), "pages leaked"
+        assert all(w.num_pulling == 0 for w in stats.workers)
+        for view in self.engine._workers.values():
+            held = {unit for page in self.workers[view.worker_id].residents() for unit in page.unit_hashes}
+            assert set(view.pool.computed_units()) <= held, "the worker does not hold what it is said to"
+            tiers = {unit for units in self.workers[view.worker_id].tiers() for unit in units.stored}
+            assert self.engine.twin.units(view.worker_id)[Tier.HOST] == tiers
 
 
 TestEngineMachine = EngineMachine.TestCase

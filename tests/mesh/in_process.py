@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import assert_never
 
-from gpu_worker.executor import Executor, PlanChannel
+from gpu_worker.executor import Executor, PlanChannel, WorkerReport
 from gpu_worker.model_port import ModelRunner
 from gpu_worker.telemetry import StepTelemetry
 from kvstore.prefix_hash import namespace, root_hash
@@ -15,11 +16,20 @@ from observability.metrics import WorkerMetrics
 from observability.tracing import setup_tracing
 from scheduler.commands import DispatchPlan, FinishRequest, PublishReply
 from scheduler.engine import Engine
-from scheduler.events import Event, Request, RequestArrived, StepReported, WorkerDown, WorkerUp
+from scheduler.events import (
+    Event,
+    PullReported,
+    Request,
+    RequestArrived,
+    StepReported,
+    TierChanged,
+    WorkerDown,
+    WorkerUp,
+)
 from wire.config import BatchingConfig
 from wire.entries import TerminalReply, TokensReply
 from wire.ids import UNIT_TOKENS, Epoch, Fence, GatewayId, RequestId, WorkerId
-from wire.plan import Role, WorkerInfo
+from wire.plan import PullReport, Role, StepReport, TierUnits, WorkerInfo
 from wire.sampling import SamplingParams
 
 TIMEOUT_S = 120.0
@@ -71,7 +81,19 @@ class InProcessMesh:
         """Open a session with a worker, as after its start or a broken stream."""
         executor = self._executors[worker_id]
         epoch = executor.epoch
-        channel = PlanChannel(lambda report: self._inbox.put_nowait(StepReported(worker_id, epoch, report)))
+
+        def deliver(report: WorkerReport) -> None:
+            match report:
+                case StepReport():
+                    self._inbox.put_nowait(StepReported(worker_id, epoch, report))
+                case PullReport():
+                    self._inbox.put_nowait(PullReported(worker_id, epoch, report))
+                case TierUnits():
+                    self._inbox.put_nowait(TierChanged(worker_id, epoch, report))
+                case _:
+                    assert_never(report)
+
+        channel = PlanChannel(deliver)
         snapshot = await executor.open(channel)
         self._channels[worker_id] = channel
         runner = executor.runner

@@ -1,6 +1,7 @@
 """A deterministic tiny model over a real KV tensor: the executor, the session and the scheduler are tested on it.
 
-The "KV" of a token is (token id, position), written through slot_mapping and read back through the block table.
+The "KV" of a token is (token id, position), K and V of each of three layers that must agree, written through
+slot_mapping and read back through the block table.
 Logits are random numbers seeded by a hash of the whole history as READ BACK, so one wrong slot, position, page copy
 or context length anywhere gives other tokens than `reference_output`.
 """
@@ -8,6 +9,7 @@ or context length anywhere gives other tokens than `reference_output`.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -17,9 +19,14 @@ from gpu_worker.model_port import StepOutput
 from gpu_worker.sampler import sample
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.transfer.host_pages import HostPages
+from gpu_worker.transfer.port import KvFormat, KvPages
+from gpu_worker.transfer.shared_pool import SharedPool
+from wire.ids import UNIT_TOKENS
 from wire.plan import ModelCard, PageCopy
 
 EOS = 0
+NUM_LAYERS = 3
 CARD = ModelCard(
     name="fake",
     revision="r1",
@@ -41,7 +48,14 @@ class FakeRunner:
         self.before_forward: Callable[[StepBatch], None] = lambda batch: None
         self.nan_after: set[int] = set()
         """Rows whose last token is one of these get NaN logits."""
-        self._kv = torch.full((num_pages, page_size, 2), -1, dtype=torch.int64)  # (token, position) per slot
+        shape = (NUM_LAYERS, num_pages, page_size, 1, 1)
+        pool = SharedPool(num_pages, 8 * math.prod(shape))
+        self._keys, self._values = (  # tokens, positions
+            torch.frombuffer(pool.buffer, dtype=torch.int64, offset=offset, count=math.prod(shape)).view(shape)
+            for offset in (pool.layout.keys, pool.layout.values)
+        )
+        kv_format = KvFormat(card.kv_dtype, NUM_LAYERS, 1, 1, element_bytes=8, unit_tokens=UNIT_TOKENS)
+        self.kv: KvPages | None = HostPages(kv_format, page_size, pool)
 
     def compute_thread(self) -> AbstractContextManager[object]:
         return torch.inference_mode()
@@ -52,26 +66,31 @@ class FakeRunner:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         self.before_forward(batch)
         slots = torch.tensor(batch.slot_mapping)
-        self._kv.view(-1, 2)[slots] = torch.tensor(list(zip(batch.token_ids, batch.positions, strict=True)))
+        self._keys.view(NUM_LAYERS, -1)[:, slots] = torch.tensor(batch.token_ids)
+        self._values.view(NUM_LAYERS, -1)[:, slots] = torch.tensor(batch.positions)
         logits = torch.empty(len(batch.logit_rows), self.card.vocab_size)
         wanted = {row: i for i, row in enumerate(batch.logit_rows)}
         row = 0
         for query_len, context_len, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
-            history = self._kv[table].view(-1, 2)  # [pages * page_size, 2]
+            keys, values = (half[:, table].view(NUM_LAYERS, -1) for half in (self._keys, self._values))
+            history = torch.stack((keys, values), dim=2)  # [layers, pages * page_size, 2]
             for position in range(context_len - query_len, context_len):
                 if row in wanted:
-                    logits[wanted[row]] = self._logits(history[: position + 1])
+                    logits[wanted[row]] = self._logits(history[:, : position + 1])
                 row += 1
         return logits
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for copy in copies:
-            self._kv[copy.target_page, : copy.num_slots] = self._kv[copy.source_page, : copy.num_slots]
+            for half in (self._keys, self._values):
+                half[:, copy.target_page, : copy.num_slots] = half[:, copy.source_page, : copy.num_slots]
 
     def _logits(self, history: torch.Tensor) -> torch.Tensor:
-        if int(history[-1, 0]) in self.nan_after:
+        first = history[0]
+        if int(first[-1, 0]) in self.nan_after:
             return torch.full((self.card.vocab_size,), torch.nan)
-        return history_logits([(int(token), int(position)) for token, position in history], self.card.vocab_size)
+        assert torch.equal(history, first.expand_as(history)), "the layers are not of one history"
+        return history_logits([(int(token), int(position)) for token, position in first], self.card.vocab_size)
 
 
 def history_logits(history: Sequence[tuple[int, int]], vocab_size: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from gpu_worker.sequences import LiveSequence
 from kvstore.prefix_hash import root_hash
-from wire.ids import Fence, PageId, PlanId, RequestId, SeqId
-from wire.plan import Child, Decode, PageCopy, PageGrant, PrefillChunk, Release, SequenceStart, StepPlan
+from wire.ids import Fence, PageId, PlanId, PullId, RequestId, SeqId
+from wire.plan import Child, Decode, KvPull, PageCopy, PageGrant, PrefillChunk, Release, SequenceStart, StepPlan
 from wire.sampling import SamplingParams
 
 ROOT = root_hash("fake")
@@ -93,6 +93,8 @@ def plan(
     max_steps: int = 1,
     copies: Sequence[PageCopy] = (),
     releases: Sequence[Release] = (),
+    pulls: Sequence[KvPull] = (),
+    cancelled_pulls: Sequence[int] = (),
     fence: int = FENCE,
 ) -> StepPlan:
     return StepPlan(
@@ -103,4 +105,6 @@ def plan(
         max_steps=max_steps,
         page_copies=list(copies),
         releases=list(releases),
+        kv_pulls=list(pulls),
+        cancelled_pulls=[PullId(pull_id) for pull_id in cancelled_pulls],
     )

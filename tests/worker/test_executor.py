@@ -4,10 +4,11 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import assert_never
 
 import pytest
 
-from gpu_worker.executor import MAX_QUEUED_PLANS, Executor, PlanChannel, Snapshot
+from gpu_worker.executor import MAX_QUEUED_PLANS, Executor, PlanChannel, Snapshot, WorkerReport
 from gpu_worker.model_port import ModelRunner
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.telemetry import StepTelemetry
@@ -17,7 +18,7 @@ from observability.tracing import NullTracer
 from tests.worker.fake_runner import FakeRunner, reference_output
 from tests.worker.plans import ROOT, chunk, copy, decode, grant, greedy, plan, release
 from wire.ids import Epoch, PageId
-from wire.plan import PageUnits, StepPlan, StepReport
+from wire.plan import PageUnits, PullReport, StepPlan, StepReport, TierUnits
 from wire.sampling import FinishReason, SamplingParams
 
 TIMEOUT_S = 10.0
@@ -31,7 +32,20 @@ class Client:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._reports: asyncio.Queue[StepReport] = asyncio.Queue()
-        self.channel = PlanChannel(self._reports.put_nowait)
+        self._pull_reports: asyncio.Queue[PullReport] = asyncio.Queue()
+        self._tier_units: asyncio.Queue[TierUnits] = asyncio.Queue()
+        self.channel = PlanChannel(self._deliver)
+
+    def _deliver(self, report: WorkerReport) -> None:
+        match report:
+            case StepReport():
+                self._reports.put_nowait(report)
+            case PullReport():
+                self._pull_reports.put_nowait(report)
+            case TierUnits():
+                self._tier_units.put_nowait(report)
+            case _:
+                assert_never(report)
 
     async def open(self) -> Snapshot:
         return await asyncio.wait_for(self._executor.open(self.channel), TIMEOUT_S)
@@ -42,6 +56,18 @@ class Client:
 
     async def report(self) -> StepReport:
         return await asyncio.wait_for(self._reports.get(), TIMEOUT_S)
+
+    async def pull_report(self) -> PullReport:
+        return await asyncio.wait_for(self._pull_reports.get(), TIMEOUT_S)
+
+    async def pulled(self) -> PullReport:
+        """The next report that ends a pull."""
+        while not (report := await self.pull_report()).done:
+            pass
+        return report
+
+    async def tier_units(self) -> TierUnits:
+        return await asyncio.wait_for(self._tier_units.get(), TIMEOUT_S)
 
     @property
     def has_no_report(self) -> bool:

@@ -1,0 +1,198 @@
+"""How the units of one pull come: from another worker, by the transport the two agree on, or from the tiers below."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import grpc
+
+from gpu_worker.transfer.host_id import host_id
+from gpu_worker.transfer.host_pages import HostPages
+from gpu_worker.transfer.messages import decode_chunk, encode_format
+from gpu_worker.transfer.nixl import NixlEndpoint, NixlReader
+from gpu_worker.transfer.port import KvPages, LowerTiers
+from gpu_worker.transfer.pull import Pull
+from gpu_worker.transfer.shm import PoolMaps, PoolReader
+from gpu_worker.transfer.transports import GRPC, NIXL, SHM, MemoryReader
+from wire import transfer_pb2 as pb
+from wire import transfer_pb2_grpc as pb_grpc
+from wire.errors import TransferFailed
+from wire.plan import LOWER_TIERS
+
+log = logging.getLogger("gpu_worker.transfer.carriers")
+
+CHANNEL_OPTIONS = (
+    # A source that is gone without a FIN is noticed in two seconds, and one that came back within one.
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+MAX_CHANNELS = 64
+"""Sources a worker stays connected to."""
+
+
+class Carrier(Protocol):
+    def carry(self, pull: Pull) -> None:
+        """Bring what the source has of the pull's units, in the calling thread. Raises TransferFailed, or PullOver
+        when the pull was ended meanwhile."""
+        ...
+
+
+class TierCarrier:
+    """From this worker's own tiers below its pages."""
+
+    def __init__(self, tiers: LowerTiers, kv: KvPages) -> None:
+        self._tiers = tiers
+        self._num_layers = kv.format.num_layers
+
+    def carry(self, pull: Pull) -> None:
+        """Unit by unit, each in all its layers."""
+        hashes = pull.request.unit_hashes
+        tiers = self._tiers.find(hashes)
+        if tiers:
+            pull.transport = max(tiers, key=LOWER_TIERS.index)  # the slowest of them
+        for position, unit_hash in enumerate(hashes):
+            data = self._tiers.read(unit_hash) if position < len(tiers) else None
+            if data is None:
+                raise TransferFailed(f"unit {position} of {len(hashes)}: in none of this worker's tiers")
+            for layer in range(self._num_layers):
+                pull.store(layer, position, data[layer : layer + 1])
+
+
+class RemoteCarrier:
+    """From another worker. Used by all pulls' threads."""
+
+    def __init__(
+        self,
+        kv: KvPages,
+        *,
+        namespace: str,
+        transports: Sequence[str],
+        endpoint: NixlEndpoint | None = None,
+        after_copy: Callable[[int], None] = lambda layer: None,
+    ) -> None:
+        """after_copy: called between the copy of a layer out of the source's memory and its check."""
+        self._kv = kv
+        self._namespace = namespace
+        self._transports = transports
+        self._endpoint = endpoint
+        self._after_copy = after_copy
+        self._host_id = host_id()
+        self._format = encode_format(kv.format)
+        self._maps = PoolMaps()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def drop_dead(self) -> None:
+        """Let go of the memory of neighbours whose processes are gone."""
+        self._maps.drop_dead()
+
+    def carry(self, pull: Pull) -> None:
+        """As the source offers; by gRPC when its memory cannot be reached after all."""
+        if not self._attempt(pull, self._transports):
+            self._attempt(pull, [GRPC])
+
+    def _attempt(self, pull: Pull, transports: Sequence[str]) -> bool:
+        """False: the memory that was offered cannot be reached from here."""
+        stub = pb_grpc.KvTransferStub(self._channel(pull.request.source_address))
+        call = stub.Pull(self._request(pull, transports))
+        pull.on_end(call.cancel)
+        try:
+            parts = iter(call)
+            offer = next(parts).offer
+            pull.heard()
+            pull.transport = offer.transport
+            if offer.transport != GRPC:
+                reader = self._reader(pull, stub, offer)
+                if reader is None:
+                    call.cancel()
+                    return False
+                self._read_memory(pull, reader, list(offer.in_pages.positions))
+            for part in parts:
+                self._store(pull, part.chunk)
+        except grpc.RpcError as error:
+            raise TransferFailed(_reason(pull, error)) from error
+        except StopIteration as error:
+            raise TransferFailed("the source offered nothing") from error
+        missing = len(pull.places) - offer.num_units
+        if missing:
+            raise TransferFailed(f"the source has {offer.num_units} of {len(pull.places)} units")
+        return True
+
+    def _request(self, pull: Pull, transports: Sequence[str]) -> pb.PullRequest:
+        return pb.PullRequest(
+            source_epoch=pull.request.source_epoch,
+            namespace=self._namespace,
+            format=self._format,
+            unit_hashes=pull.request.unit_hashes,
+            host_id=self._host_id,
+            transports=transports,
+            lease_ms=pull.request.lease_ms,
+        )
+
+    def _reader(self, pull: Pull, stub: pb_grpc.KvTransferStub, offer: pb.Offer) -> MemoryReader | None:
+        try:
+            if offer.transport == SHM and isinstance(self._kv, HostPages):
+                return PoolReader(self._kv, offer, self._maps)
+            if offer.transport == NIXL and self._endpoint is not None:
+                confirm = _confirmation(pull, stub, offer)
+                return NixlReader(self._endpoint, offer, confirm, lambda: pull.is_ending)
+        except (OSError, ValueError) as error:  # another pid namespace, another user, a pool that is gone
+            log.info("the source's memory cannot be reached; by gRPC", extra={"reason": str(error)})
+        return None
+
+    def _read_memory(self, pull: Pull, reader: MemoryReader, positions: list[int]) -> None:
+        places = [pull.places[position] for position in positions]
+        num_layers = self._kv.format.num_layers
+        try:
+            for layer in range(num_layers):
+                pull.copy(lambda layer=layer: reader.copy(layer, places))  # type: ignore[misc]  # mypy sees no default
+                self._after_copy(layer)
+                if reader.sees_generations or layer + 1 == num_layers:
+                    self._check(reader, layer)
+        finally:
+            reader.close()
+        pull.arrived(positions, num_layers)
+
+    def _check(self, reader: MemoryReader, layer: int) -> None:
+        if not reader.unchanged():
+            raise TransferFailed(f"layer {layer}: a page got a new owner while it was read")
+
+    def _store(self, pull: Pull, chunk: pb.Chunk) -> None:
+        data = decode_chunk(chunk, self._kv.format, len(pull.places))
+        for layer, units in enumerate(data, chunk.first_layer):
+            pull.store(layer, chunk.first_unit, units)
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            channel = self._channels.get(address)
+            if channel is None:
+                while len(self._channels) >= MAX_CHANNELS:
+                    self._channels.pop(next(iter(self._channels)))  # it closes when its last pull lets go of it
+                channel = self._channels[address] = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            return channel
+
+
+def _confirmation(pull: Pull, stub: pb_grpc.KvTransferStub, offer: pb.Offer) -> Callable[[], bool]:
+    request = pb.ConfirmRequest(
+        source_epoch=pull.request.source_epoch,
+        page_ids=offer.in_pages.page_ids,
+        generations=offer.in_pages.generations,
+    )
+    return lambda: stub.Confirm(request, timeout=pull.lease_s).unchanged
+
+
+def _reason(pull: Pull, error: grpc.RpcError) -> str:
+    source = f"source {pull.request.source_worker_id} at {pull.request.source_address}"
+    if isinstance(error, grpc.Call):
+        return f"{source}: {error.code().name}: {error.details()}"
+    return f"{source}: {error!r}"
