@@ -22,6 +22,7 @@ from gpu_worker.simulated_pulls import SimulatedPuller
 from gpu_worker.simulated_runner import open_simulated
 from gpu_worker.step_cost import PullCost, StepCost
 from gpu_worker.telemetry import StepTelemetry
+from gpu_worker.tiers.open_tiers import open_tiers
 from gpu_worker.transfer.plane import open_plane
 from gpu_worker.transfer.port import Puller
 from kvstore.prefix_hash import namespace
@@ -30,9 +31,9 @@ from observability.logs import setup_logging
 from observability.metrics import WorkerMetrics
 from observability.tracing import Tracer, setup_tracing
 from wire.collector import calm_collector
-from wire.config import WorkerConfig, load
+from wire.config import CellConfig, WorkerConfig, load
 from wire.entries import WorkerEntry
-from wire.errors import ConfigInvalid, MeshError
+from wire.errors import MeshError
 from wire.ids import Epoch, WorkerId
 from wire.model_path import cache_root, model_path, served_name
 from wire.plan import Role
@@ -107,11 +108,13 @@ def choose_puller(config: WorkerConfig, puller: Puller | None) -> Puller | None:
     return SimulatedPuller(puller, PullCost(fixed_us=simulation.pull_fixed_us, unit_us=simulation.pull_unit_us))
 
 
-def connect_redis(url: str) -> Redis:
-    try:
-        return open_redis(url, command_timeout_s=REDIS_TIMEOUT_S, connect_timeout_s=REDIS_TIMEOUT_S)
-    except ValueError as error:
-        raise ConfigInvalid(f"PHASEMESH_REDIS_URL: {error}", param="PHASEMESH_REDIS_URL") from error
+def connect_redis(config: CellConfig) -> Redis:
+    return open_redis(
+        config.redis_url,
+        cell=config.cell,
+        command_timeout_s=REDIS_TIMEOUT_S,
+        connect_timeout_s=REDIS_TIMEOUT_S,
+    )
 
 
 async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
@@ -124,17 +127,19 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         )
         server, port = bind_server(config.host, config.port)
         identity = identify(config, port)
-        redis = await stack.enter_async_context(connect_redis(config.cell.redis_url))
+        redis = await stack.enter_async_context(connect_redis(config.cell))
         runner = await asyncio.to_thread(load_model, config)
         signals = stop_signals()  # not before: a signal while the model loads just ends the process
         # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
         epoch = Epoch(time.time_ns() // 1_000_000)
         telemetry = StepTelemetry(metrics, tracer)
-        plane = stack.enter_context(
-            open_plane(runner.kv, worker_id=identity.worker_id, namespace=namespace(runner.card))
+        units = namespace(runner.card)
+        tiers = stack.enter_context(
+            open_tiers(config.tiers, config.cell, runner.kv, namespace=units, metrics=metrics.tiers)
         )
+        plane = stack.enter_context(open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers))
         puller = choose_puller(config, plane.puller)
-        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=puller))
+        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=puller, tiers=tiers))
         source = await stack.enter_async_context(plane.source(executor))
         await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer), source))
 

@@ -2,10 +2,11 @@
 
 One dict for all workers, so that a lookup costs the length of the chain, however many workers there are:
 
-    unit hash ─▸ int, two bits for each worker's slot:  … | slot 1: any tier, device | slot 0: any tier, device
+    unit hash ─▸ int, three bits for each worker's slot:  … | slot 1: any, host, device | slot 0: any, host, device
 
-A lookup ANDs the ints along the chain; a worker's bit that goes out at unit n says that its prefix is n units long. A
-dict of its own for each worker says which tiers they are: what a removal, the audit and the end of a worker need.
+A bit says that the worker holds the unit in that tier or a faster one. A lookup ANDs the ints along the chain; a bit
+that goes out at unit n says that this prefix is n units long. A dict of its own for each worker says which tiers they
+are: what a removal, the audit and the end of a worker need.
 
 The end of a worker only takes its slot out of the mask that lookups begin with. Its bits are cleared a few at every
 later change, and then the slot is given out again: clearing 100,000 units at once would hold up the event loop for
@@ -28,9 +29,23 @@ SWEEP_UNITS: Final = 16
 """Units of ended workers that a change clears besides its own work. More than one, so that the sweep outruns growth."""
 STRETCH_UNITS: Final = 64
 """Of a chain, looked up at a time: what a chain that nobody holds costs."""
+MAX_INTERNED: Final = 4096
 
 _TIER_BITS: Final = {tier: 1 << i for i, tier in enumerate((Tier.DEVICE, *LOWER_TIERS))}
-_DEVICE_BIT: Final = _TIER_BITS[Tier.DEVICE]
+_DEVICE, _HOST, _ANY = 1, 2, 4
+_SLOT_BITS: Final = 3
+_SLOT: Final = (1 << _SLOT_BITS) - 1
+
+
+def _levels(tier_bits: int) -> int:
+    if tier_bits & _TIER_BITS[Tier.DEVICE]:
+        return _DEVICE | _HOST | _ANY
+    if tier_bits & _TIER_BITS[Tier.HOST]:
+        return _HOST | _ANY
+    return _ANY if tier_bits else 0
+
+
+_LEVELS: Final = [_levels(tier_bits) for tier_bits in range(1 << len(_TIER_BITS))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +54,10 @@ class TierPrefix:
 
     device: int
     """Leading units that lie in its pages."""
+    host: int
+    """Leading units each of which lies in its pages or in its host memory; ≥ device."""
     any_tier: int
-    """Leading units each of which lies in its pages or in one of its lower tiers; ≥ device."""
+    """Leading units each of which lies in its pages or in one of its lower tiers; ≥ host."""
 
 
 @dataclass(slots=True)
@@ -52,10 +69,13 @@ class _Holder:
     """Unit hash → _TIER_BITS."""
 
     def mask(self, tier_bits: int) -> int:
-        """This slot's two bits for a unit in these tiers."""
-        if not tier_bits:
-            return 0
-        return (3 if tier_bits & _DEVICE_BIT else 2) << 2 * self.slot
+        """This slot's bits for a unit in these tiers."""
+        return _LEVELS[tier_bits] << _SLOT_BITS * self.slot
+
+
+_TIERS: Final = [
+    tuple(tier for tier, bit in _TIER_BITS.items() if tier_bits & bit) for tier_bits in range(1 << len(_TIER_BITS))
+]
 
 
 class PrefixTwin:
@@ -63,9 +83,11 @@ class PrefixTwin:
 
     def __init__(self) -> None:
         self._masks: dict[UnitHash, int] = {}
+        self._interned: dict[int, int] = {}
+        """Each mask → the one object of that value: there are far fewer masks than units."""
         self._holders: dict[WorkerId, _Holder] = {}
         self._live = 0
-        """Both bits of every live slot."""
+        """All bits of every live slot."""
         self._ended: list[_Holder] = []
         self._free_slots: list[int] = []
         self._num_slots = 0
@@ -77,7 +99,7 @@ class PrefixTwin:
         after = before | _TIER_BITS[tier]
         if after != before:
             holder.tiers[unit_hash] = after
-            self._masks[unit_hash] = self._masks.get(unit_hash, 0) | holder.mask(after)
+            self._set_mask(unit_hash, self._masks.get(unit_hash, 0) | holder.mask(after))
         if self._ended:
             self._sweep()
 
@@ -100,13 +122,23 @@ class PrefixTwin:
         """Everything of it, at once. O(1): see above. Idempotent."""
         holder = self._holders.pop(worker_id, None)
         if holder is not None:
-            self._live &= ~(3 << 2 * holder.slot)
+            self._live &= ~(_SLOT << _SLOT_BITS * holder.slot)
             self._ended.append(holder)
 
     def count(self, worker_id: WorkerId) -> int:
         """Units it holds, each counted once whatever its tiers. O(1)."""
         holder = self._holders.get(worker_id)
         return 0 if holder is None else len(holder.tiers)
+
+    def hashes(self, worker_id: WorkerId) -> list[UnitHash]:
+        """The units it holds, in whatever tier. O(its units), but a hundredth of units()."""
+        holder = self._holders.get(worker_id)
+        return [] if holder is None else list(holder.tiers)
+
+    def tiers(self, worker_id: WorkerId, unit_hash: UnitHash) -> tuple[Tier, ...]:
+        """Where it holds the unit, fastest first; empty: nowhere."""
+        holder = self._holders.get(worker_id)
+        return () if holder is None else _TIERS[holder.tiers.get(unit_hash, 0)]
 
     def units(self, worker_id: WorkerId) -> dict[Tier, set[UnitHash]]:
         """What it holds, every tier named. O(its units)."""
@@ -128,10 +160,18 @@ class PrefixTwin:
         falls = self._falls(chain)
         prefixes: dict[WorkerId, TierPrefix] = {}
         for worker_id, holder in self._holders.items():
-            slot_bits = [(bits >> 2 * holder.slot & 3, position) for bits, position in falls]
-            any_tier = next(position for bits, position in slot_bits if bits & 2)
+            shift = _SLOT_BITS * holder.slot
+            device = host = any_tier = 0
+            for bits, position in falls:
+                levels = bits >> shift & _SLOT
+                if levels & _DEVICE:
+                    device = position
+                if levels & _HOST:
+                    host = position
+                if levels & _ANY:
+                    any_tier = position
             if any_tier:
-                prefixes[worker_id] = TierPrefix(next(position for bits, position in slot_bits if bits & 1), any_tier)
+                prefixes[worker_id] = TierPrefix(device, host, any_tier)
         return prefixes
 
     def _falls(self, chain: Sequence[UnitHash]) -> list[tuple[int, int]]:
@@ -145,7 +185,10 @@ class PrefixTwin:
         position = 0
         while alive and position < len(chain):
             stretch = chain[position : position + STRETCH_UNITS]
-            ands = list(accumulate(map(self._masks.get, stretch, repeat(0)), and_, initial=alive))
+            masks = list(map(self._masks.get, stretch, repeat(0)))
+            if masks.count(masks[0]) == len(masks):  # mostly; equal masks are one object, so this costs next to nothing
+                masks = masks[:1]
+            ands = list(accumulate(masks, and_, initial=alive))
             unit = 0
             while ands[unit] != ands[-1]:  # ands[0] is before the stretch's first unit
                 unit = bisect_right(ands, -ands[unit], lo=unit, key=neg)
@@ -162,13 +205,18 @@ class PrefixTwin:
             slot = self._num_slots
             self._num_slots += 1
         holder = self._holders[worker_id] = _Holder(slot)
-        self._live |= 3 << 2 * slot
+        self._live |= _SLOT << _SLOT_BITS * slot
         return holder
+
+    def _set_mask(self, unit_hash: UnitHash, mask: int) -> None:
+        if len(self._interned) > MAX_INTERNED:
+            self._interned.clear()  # full → equal masks may be several objects
+        self._masks[unit_hash] = self._interned.setdefault(mask, mask)
 
     def _clear(self, unit_hash: UnitHash, bits: int) -> None:
         left = self._masks[unit_hash] & ~bits
         if left:
-            self._masks[unit_hash] = left
+            self._set_mask(unit_hash, left)
         else:
             del self._masks[unit_hash]
 

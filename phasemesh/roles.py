@@ -55,10 +55,10 @@ class WorkerRole:
 
 
 @asynccontextmanager
-async def open_cell(url: str) -> AsyncIterator[Redis]:
+async def open_cell(url: str, cell: str) -> AsyncIterator[Redis]:
     """Raises MeshError, naming the server, for whatever goes wrong with it inside."""
     try:
-        async with open_redis(url) as redis:
+        async with open_redis(url, cell=cell) as redis:
             yield redis
     except (RedisError, OSError) as error:
         raise MeshError(f"{without_password(url)}: {error}") from error

@@ -45,7 +45,7 @@ def up(config: LauncherConfig, environ: Mapping[str, str], say: Callable[[str], 
         if owns_redis(config, environ):
             redis_server.find_server()
         else:
-            problem = redis_server.ping(config.gateway.cell.redis_url)
+            problem = redis_server.ping(config.gateway.cell.redis_url, config.gateway.cell.cell)
             if problem:
                 raise ConfigInvalid(f"Redis does not answer: {problem}", param="PHASEMESH_REDIS_URL")
         model = models.ensure(config.gateway.model, Progress())

@@ -16,7 +16,7 @@ from itertools import count
 from typing import assert_never
 
 from kvstore.prefix_twin import PrefixTwin
-from scheduler.commands import Admission, Command, DispatchPlan, FinishRequest, PublishReply
+from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
 from scheduler.events import (
     CancelRequested,
     ChoiceProgress,
@@ -32,13 +32,11 @@ from scheduler.events import (
     WorkerDown,
     WorkerUp,
 )
+from scheduler.placing import Placing
 from scheduler.policy.batching import PlanBuilder, publish_units
-from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
-from scheduler.policy.handoff import Handoffs
-from scheduler.policy.placement import Placement, fits_ever, occupy, too_large
-from scheduler.policy.routing import Router, decoders
-from scheduler.policy.transfers import Pull, Transfers, release_pages
-from scheduler.prefix_changes import PrefixChanges
+from scheduler.policy.fair_queue import OUTPUT_WEIGHT, charge
+from scheduler.policy.placement import too_large
+from scheduler.policy.routing import decoders
 from scheduler.request_book import RequestBook
 from scheduler.sequence import MAX_FAULTS, LiveRequest, SeqState, Sequence
 from scheduler.stats import EngineStats, PrefillRate, WorkerStats
@@ -46,8 +44,8 @@ from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TokensReply
 from wire.errors import MeshError, StepFailed, WorkerLost
-from wire.ids import UNIT_TOKENS, Fence, SeqId, WorkerId
-from wire.plan import ModelCard, Progress, PullReport, Release, Role, StepReport
+from wire.ids import UNIT_TOKENS, Fence, SeqId
+from wire.plan import ModelCard, Progress, StepReport
 from wire.sampling import FinishReason
 
 
@@ -58,17 +56,13 @@ class Engine:
         self._config = config
         self._no_worker_grace_s = no_worker_grace_s
         self._builder = PlanBuilder(config, fence, self._preempt)
-        self._queue = FairQueue()
         self._book = RequestBook()
-        self._workers: dict[WorkerId, WorkerView] = {}
-        self._to_plan: dict[WorkerId, None] = {}  # workers whose next plan may differ from "repeat"
         self._seq_ids = count(1)
         self._model: ModelCard | None = None
         self._rate = PrefillRate()
-        self._prefixes = PrefixChanges()
-        self._transfers = Transfers(config.pull_lease_ms * 1e-3)
-        self._router = Router(config, self._prefixes.twin, self._transfers, self._rate, routing_seed=routing_seed)
-        self._handoffs = Handoffs(self._router, self._transfers, self._take_off_worker)
+        self._placing = Placing(config, self._rate, routing_seed=routing_seed)
+        self._workers = self._placing.workers
+        self._queue = self._placing.queue
         self._num_preemptions = 0
         self._num_displaced = 0
         self._no_worker_since_s: float | None = None
@@ -102,36 +96,33 @@ class Engine:
             case PullReported(worker_id, epoch, report):
                 worker = self._workers.get(worker_id)
                 if worker is not None and worker.epoch == epoch:
-                    self._take_pull_report(worker, report)
+                    self._placing.pull_reported(worker, report, now)
             case TierChanged(worker_id, epoch, units):
                 worker = self._workers.get(worker_id)
                 if worker is not None and worker.epoch == epoch:
                     worker.has_lower_tiers = True
-                    self._commands.append(self._prefixes.tier_changed(worker, units))
+                    self._commands.append(self._placing.prefixes.tier_changed(worker, units))
             case RoleChanged(worker_id, role):
                 worker = self._workers.get(worker_id)
                 if worker is not None:
                     worker.role = role
             case Tick():
                 self._give_up_without_workers()
-                for pull in self._transfers.expire(now):
-                    self._fall_back(pull)
+                self._placing.expire_pulls(now)
             case FenceLost():
                 self._fence_lost = True
                 return []
             case _:
                 assert_never(event)
         self._schedule()
-        for worker in self._workers.values():
-            if worker.pool.has_changes:
-                self._commands.append(self._prefixes.pages_changed(worker))
+        self._commands += self._placing.index_changes()
         commands, self._commands = self._commands, []
         return commands
 
     @property
     def twin(self) -> PrefixTwin:
         """Which worker holds which computed unit, by tier."""
-        return self._prefixes.twin
+        return self._placing.prefixes.twin
 
     def stats(self) -> EngineStats:
         workers = [
@@ -183,7 +174,7 @@ class Engine:
         elif self._book.was_cancelled(spec.request_id):
             self._end_request(request, FinishReason.CANCELLED)
         else:
-            self._queue.push(request.held_back.pop(0))
+            self._placing.enqueue(request.held_back.pop(0))
 
     def _cancel(self, event: CancelRequested) -> None:
         request = self._book.live.get(event.request_id)
@@ -210,7 +201,7 @@ class Engine:
             return
         if seq.state is SeqState.RUNNING:
             self._queue.leave(seq)
-            self._take_off_worker(seq, worker_knows=by_worker)
+            self._placing.take_off(seq, worker_knows=by_worker)
             seq.state = SeqState.FINISHED
         elif seq in request.held_back:
             request.held_back.remove(seq)
@@ -236,7 +227,7 @@ class Engine:
     def _release_siblings(self, request: LiveRequest) -> None:
         """The first choice's prompt is on its way: the others can share its pages now."""
         for sibling in request.held_back:
-            self._queue.push(sibling)
+            self._placing.enqueue(sibling)
         request.held_back = []
 
     # -- workers come and go ---------------------------------------------------------------------------------------
@@ -247,26 +238,18 @@ class Engine:
             self._lose_worker(known, WorkerLost(f"worker {known.worker_id} started again"))
         self._model = event.info.model
         worker = WorkerView(event.info, event.residents, self._config)
-        worker.has_lower_tiers = bool(event.tiers)
-        self._workers[worker.worker_id] = worker
-        self._commands += self._prefixes.worker_up(worker, event.tiers)
+        self._commands += self._placing.worker_up(worker, event.tiers)
         self._no_worker_since_s = None
 
     def _lose_worker(self, worker: WorkerView, error: MeshError) -> None:
         """Its sequences go back to the queue with what they published; the one recovery path (design §4)."""
-        del self._workers[worker.worker_id]
-        self._to_plan.pop(worker.worker_id, None)
+        self._placing.worker_down(worker)
         if not self._workers:
             self._no_worker_since_s = self._now
-        self._prefixes.worker_down(worker)
-        self._router.forget(worker)
-        self._transfers.lose_worker(worker)
-        self._handoffs.lose_target(worker)
         for seq in list(worker.running.values()):
-            self._handoffs.abandon(seq)
             self._num_displaced += 1
             seq.request.timeline.worker_lost_s.append(self._now)
-            self._requeue(seq)
+            self._placing.requeue(seq, self._now)
         self._blame(list({id(seq.request): seq.request for seq in worker.running.values()}.values()), error)
 
     def _blame(self, present: list[LiveRequest], error: MeshError) -> None:
@@ -293,29 +276,8 @@ class Engine:
         self._num_preemptions += 1
         seq.request.stats.preemptions += 1
         seq.request.timeline.preempted_s.append(self._now)
-        self._take_off_worker(seq)
-        self._requeue(seq)
-
-    def _take_off_worker(self, seq: Sequence, *, worker_knows: bool = False) -> None:
-        worker = seq.worker
-        assert worker is not None
-        worker.remove(seq)
-        if not worker_knows:
-            worker.pending_releases.append(Release(seq.seq_id, seq.incarnation))
-        self._handoffs.abandon(seq)
-        if seq.pull is not None:
-            self._transfers.abandon(seq.pull)
-        release_pages(worker, seq.pages, seq.pull)
-        seq.pull = None
-        self._to_plan[worker.worker_id] = None
-
-    def _requeue(self, seq: Sequence) -> None:
-        seq.leave_worker()
-        seq.requeued = True
-        seq.queued_s = self._now
-        seq.request.note_stall(self._now)
-        self._queue.push(seq)
-        self._queue.leave(seq)
+        self._placing.take_off(seq)
+        self._placing.requeue(seq, self._now)
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
@@ -335,15 +297,15 @@ class Engine:
             seq = running.get(progress.seq_id)
             if seq is not None and seq.incarnation == progress.incarnation:
                 self._advance(worker, seq, progress)
-        self._to_plan[worker.worker_id] = None
+        self._placing.to_plan[worker.worker_id] = None
 
     def _advance(self, worker: WorkerView, seq: Sequence, progress: Progress) -> None:
         if progress.num_computed > seq.num_computed:
             seq.num_computed = progress.num_computed
         if progress.tokens and not self._append_tokens(seq, progress):
             # The worker is ahead of what we were told: start over from the tokens we know.
-            self._take_off_worker(seq)
-            self._requeue(seq)
+            self._placing.take_off(seq)
+            self._placing.requeue(seq, self._now)
             return
         if seq.num_computed >= (seq.num_published + 1) * UNIT_TOKENS:
             for page, unit_hash in publish_units(worker, seq, seq.num_computed):
@@ -371,7 +333,7 @@ class Engine:
         if not tokens:
             return True
         seq.tokens += tokens
-        self._queue.charge(seq, OUTPUT_WEIGHT * len(tokens))
+        charge(seq, OUTPUT_WEIGHT * len(tokens))
         if self._has_faults:
             seq.request.faults = 0
         if not seq.has_streamed:
@@ -381,50 +343,16 @@ class Engine:
         self._commands.append(PublishReply(seq.gateway_id, item))
         return True
 
-    # -- KV on its way -----------------------------------------------------------------------------------------------
-
-    def _take_pull_report(self, worker: WorkerView, report: PullReport) -> None:
-        pull = self._transfers.reported(worker, report, self._now)
-        if pull is None:
-            return
-        self._to_plan[worker.worker_id] = None
-        seq = pull.seq
-        if seq is None:
-            return
-        num_units = min(report.num_units, pull.num_units)
-        is_whole = num_units == pull.num_units
-        seq.request.note_transfer(pull.transfer(seq, report, num_units, self._now), self._now)
-        handoff = seq.handoff
-        if handoff is not None and handoff.pull is pull:
-            self._handoffs.pulled(seq, handoff, num_units if is_whole else 0)
-            if not is_whole:
-                self._fall_back(pull)
-            return
-        seq.pull = None
-        first = seq.num_shared_pages * worker.pool.units_per_page
-        worker.start_prefilling(seq, (first + num_units) * UNIT_TOKENS)
-        for page, unit_hash in publish_units(worker, seq, seq.num_cached):
-            worker.pool.mark_computed(page, unit_hash)
-
-    def _fall_back(self, pull: Pull) -> None:
-        """A transfer failed, or is silent: who waits for it starts over, computed where it is decoded."""
-        seq = pull.seq
-        if seq is not None:
-            seq.local_only = True
-            self._take_off_worker(seq)
-            self._requeue(seq)
-
     # -- placing and planning --------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
         """Place what waits, then plan every worker that something changed on, until nothing moves."""
-        for seq in self._handoffs.advance(self._workers.values(), self._now):
-            self._handed_off(seq)
+        to_plan = self._placing.to_plan
+        self._placing.hand_off(self._now)
         self._place_waiting()
-        self._to_plan |= {worker.worker_id: None for worker in self._workers.values() if worker.has_unsent}
-        while self._to_plan:
-            worker = self._workers[next(iter(self._to_plan))]
-            del self._to_plan[worker.worker_id]
+        while to_plan:
+            worker = self._workers[next(iter(to_plan))]
+            del to_plan[worker.worker_id]
             while (plan := self._builder.next_plan(worker)) is not None:
                 self._commands.append(DispatchPlan(worker.worker_id, worker.epoch, plan))
                 for chunk in plan.prefill_chunks:
@@ -434,18 +362,15 @@ class Engine:
                 self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Admit from the head of the queue; a head without room blocks those behind it, so that nobody starves."""
-        while self._workers and (seq := self._queue.peek()) is not None:
-            if self._already_over(seq):
-                continue
-            placements = self._router.placements(seq, self._workers.values(), self._now)
-            if placements:
-                self._admit(seq, self._router.choose(seq, placements), placements)
-            elif not any(fits_ever(seq, worker) for worker in decoders(self._workers.values())):
+        """Admit from the head of each queue; a head without room blocks those behind it, so that nobody starves."""
+        for queue in self._queue.heads():
+            while self._workers and (seq := queue.peek()) is not None:
+                if self._already_over(seq) or self._placing.admit(seq, self._now):
+                    continue
+                if not self._placing.fits_nowhere(seq):
+                    break
                 error = too_large(seq, decoders(self._workers.values()))
                 self._end_request(seq.request, FinishReason.ERROR, error)
-            else:
-                return
 
     def _already_over(self, seq: Sequence) -> bool:
         """A sequence taken over from an earlier scheduler may have had its last token already."""
@@ -460,49 +385,3 @@ class Engine:
         elif seq.num_output >= sampling.max_tokens:
             self._end_choice(seq, FinishReason.LENGTH)
         return seq.state is SeqState.FINISHED
-
-    def _admit(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> None:
-        self._queue.pop(seq)
-        occupy(seq, chosen, self._transfers, self._now)
-        self._to_plan[chosen.worker.worker_id] = None
-        if chosen.hands_off:
-            self._handoffs.add(seq)
-        seq.request.note_admission(self._admission(seq, chosen, placements))
-        if not seq.requeued:
-            uncached = len(seq.tokens) - chosen.room.num_cached
-            self._queue.charge(seq, INPUT_WEIGHT * uncached + CACHED_WEIGHT * chosen.room.num_cached)
-
-    def _admission(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> Admission:
-        pull, num_cached = chosen.pull, chosen.room.num_cached
-        return Admission(
-            choice=seq.choice,
-            queued_s=seq.queued_s,
-            admitted_s=self._now,
-            worker_id=chosen.worker.worker_id,
-            cached_tokens=num_cached if pull is None else chosen.room.num_shared,
-            candidates=tuple(p.candidate for p in placements),
-            resumed=seq.requeued,
-            pulled_tokens=seq.num_cached - chosen.room.num_shared if pull is not None else 0,
-            pull_source=pull.source.worker_id if pull is not None else None,
-            predicted_cached_tokens=num_cached,
-            role=Role.PREFILL if chosen.hands_off else Role.BOTH,
-        )
-
-    def _handed_off(self, seq: Sequence) -> None:
-        """It is decoded on another worker from now on."""
-        worker = seq.worker
-        assert worker is not None
-        self._to_plan[worker.worker_id] = None
-        seq.request.note_admission(
-            Admission(
-                choice=seq.choice,
-                queued_s=self._now,
-                admitted_s=self._now,
-                worker_id=worker.worker_id,
-                cached_tokens=seq.num_cached,
-                candidates=(),
-                resumed=True,
-                predicted_cached_tokens=seq.num_cached,
-                role=Role.DECODE,
-            )
-        )

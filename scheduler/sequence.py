@@ -24,6 +24,7 @@ from wire.sampling import FinishReason
 if TYPE_CHECKING:
     from scheduler.policy.fair_queue import Tenant
     from scheduler.policy.handoff import Handoff
+    from scheduler.policy.pool_queues import Pools
     from scheduler.policy.transfers import Pull
     from scheduler.worker_view import WorkerView
 
@@ -83,6 +84,8 @@ class Sequence:
     hands_off: bool = False
     """Only prefilled where it runs: another worker decodes it (policy/handoff.py)."""
     handoff: Handoff | None = None
+    pools: Pools = ()
+    """Whose queue it waits in; empty until it waited."""
     local_only: bool = False
     """A transfer of its KV failed: it is computed where it decodes."""
 
@@ -175,6 +178,11 @@ class LiveRequest:
         self.timeline.transfers.append(transfer)
         if not transfer.is_handoff:
             self.stats.transfer_s += now - transfer.begun_s
+
+    def note_cached(self, num_tokens: int) -> None:
+        """What a pull brought at the first admission is a cache hit as well."""
+        if len(self.timeline.admissions) == 1:
+            self.stats.cached_tokens = num_tokens
 
     def note_handoff(self, parked_s: float, now: float) -> None:
         """It goes on decoding on another worker, after nothing of it ran since parked_s."""

@@ -80,10 +80,38 @@ class SimulationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """KV below a worker's device pages."""
+
+    host_mb: int = env(
+        "HOST_KV_MB", 0, "Host memory in MiB for KV evicted from the pages; 0: evicted KV is gone.", minimum=0
+    )
+    disk_mb: int = env("DISK_KV_MB", 0, "Disk in MiB, per worker, for KV evicted from host memory; 0: none.", minimum=0)
+    disk_dir: str | None = env(
+        "DISK_KV_DIR", None, "Where; workers take a numbered directory each. Needed with DISK_KV_MB."
+    )
+    disk_ttl_s: float = env("DISK_KV_TTL_S", 86_400.0, "KV stays on disk so long at most, in seconds.", minimum=1)
+    redis_mb: int = env(
+        "REDIS_KV_MB",
+        0,
+        "Redis memory in MiB, for the whole cell, for KV evicted from host memory; 0: none.",
+        minimum=0,
+    )
+    redis_ttl_s: float = env("REDIS_KV_TTL_S", 3600.0, "KV stays in Redis so long at most, in seconds.", minimum=1)
+    dtype: str = env(
+        "LOWER_TIER_DTYPE",
+        "auto",
+        "Type of KV below the pages. auto: bit for bit. int8, float8: a quarter of float32's bytes, and other tokens.",
+        choices=("auto", "int8", "float8"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     cell: CellConfig = field(default_factory=CellConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
     worker_id: str | None = env("WORKER_ID", None, "Stable name of a worker; default: host name and port.")
     host: str = env("WORKER_HOST", "127.0.0.1", "Address the worker's gRPC server binds.")
     port: int = env("WORKER_PORT", 0, "Port of the worker's gRPC server; 0 picks a free one.", minimum=0, maximum=65535)
@@ -306,6 +334,7 @@ CONFIGS: tuple[type[Any], ...] = (
     ModelConfig,
     WorkerConfig,
     SimulationConfig,
+    TierConfig,
     BatchingConfig,
     SchedulerConfig,
     GatewayConfig,

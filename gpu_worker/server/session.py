@@ -120,10 +120,10 @@ class SchedulerSession:
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             unit_tokens=UNIT_TOKENS,
-            unit_bytes=0 if runner.kv is None else runner.kv.unit_bytes,
-            host_id=host_id(),
             min_prompt_tokens=identity.min_prompt_tokens,
             max_prompt_tokens=identity.max_prompt_tokens,
+            unit_bytes=0 if runner.kv is None else runner.kv.unit_bytes,
+            host_id=host_id(),
         )
         await self._context.write(pb.ToScheduler(hello=encode_hello(hello)))
         for residents in residents_messages(snapshot.residents, snapshot.tiers):

@@ -65,7 +65,7 @@ def _redis_url(config: LauncherConfig, environ: Mapping[str, str]) -> str:
 async def _show(url: str, cell: str, worker_id: str | None) -> int:
     from phasemesh.roles import open_cell, read_roles, unknown_worker
 
-    async with open_cell(url) as redis:
+    async with open_cell(url, cell) as redis:
         workers = await read_roles(redis, cell)
     shown = [worker for worker in workers if worker_id in (None, worker.worker_id)]
     if worker_id is not None and not shown:
@@ -96,7 +96,7 @@ def _note(worker: WorkerRole) -> str:
 async def _change(url: str, cell: str, worker_id: str, role: str) -> int:
     from phasemesh.roles import open_cell, until_in_force, wish_role
 
-    async with open_cell(url) as redis:
+    async with open_cell(url, cell) as redis:
         await wish_role(redis, cell, worker_id, None if role == DEFAULT else Role(role))
         worker = await until_in_force(redis, cell, worker_id, IN_FORCE_TIMEOUT_S)
     if worker is None:

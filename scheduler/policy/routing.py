@@ -140,7 +140,8 @@ class Router:
             queued_prefill_tokens=float(worker.queued_prefill_tokens),
             kv_pressure=_pressure(worker),
             active_decodes=_load(worker),
-            disturbed_decodes=float(uncached * len(worker.decoding)) if disturbs else 0.0,
+            # Without a decode now, there will be one before so long a prompt is through.
+            disturbed_decodes=float(uncached * max(1, len(worker.decoding))) if disturbs else 0.0,
         )
         if best is not None:
             saved = best.end_unit * UNIT_TOKENS - room.num_cached

@@ -109,7 +109,7 @@ class ScriptedScheduler:
     async def reply(self, entry: RequestEntry, *items: ReplyItem, fence: int | None = None) -> None:
         """Publish one reply entry."""
         encoded = ReplyEntry(Fence(self.card.fence if fence is None else fence), list(items)).encode()
-        await self.redis.xadd(keys.replies(entry.gateway_id), cast(Any, encoded))
+        await self.redis.xadd(keys.replies(self.cell, entry.gateway_id), cast(Any, encoded))
 
     async def say(
         self,

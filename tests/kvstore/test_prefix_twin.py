@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import accumulate
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ WORKERS = [WorkerId(f"w{i}") for i in range(5)]
 workers = st.sampled_from(WORKERS)
 units = st.sampled_from(UNITS)
 tiers = st.sampled_from(Tier)
+lengths = st.integers(0, 300)
 
 
 class NaiveIndex:
@@ -30,9 +32,10 @@ class NaiveIndex:
         found = {}
         for worker_id, held in self.held.items():
             device = self.leading(chain, held[Tier.DEVICE])
+            host = self.leading(chain, held[Tier.DEVICE] | held[Tier.HOST])
             any_tier = self.leading(chain, set().union(*held.values()))
             if any_tier:
-                found[worker_id] = TierPrefix(device, any_tier)
+                found[worker_id] = TierPrefix(device, host, any_tier)
         return found
 
     @staticmethod
@@ -79,6 +82,9 @@ class TwinMachine(RuleBasedStateMachine):
         for worker_id in WORKERS:
             held = self.naive.held.get(worker_id, {tier: set() for tier in Tier})
             assert self.twin.units(worker_id) == held
+            for unit_hash in UNITS:
+                assert self.twin.tiers(worker_id, unit_hash) == tuple(t for t in Tier if unit_hash in held[t])
+            assert set(self.twin.hashes(worker_id)) == set().union(*held.values())
             assert self.twin.count(worker_id) == len(set().union(*held.values()))
 
 
@@ -95,7 +101,7 @@ def test_the_prefix_ends_at_the_first_unit_that_is_in_no_tier() -> None:
     twin.add(WORKERS[0], UNITS[7], Tier.DEVICE)
     twin.add(WORKERS[1], UNITS[0], Tier.DISK)
     twin.add(WORKERS[2], UNITS[1], Tier.DEVICE)
-    assert twin.lookup(UNITS) == {WORKERS[0]: TierPrefix(4, 6), WORKERS[1]: TierPrefix(0, 1)}
+    assert twin.lookup(UNITS) == {WORKERS[0]: TierPrefix(4, 6, 6), WORKERS[1]: TierPrefix(0, 0, 1)}
 
 
 def test_a_unit_stays_findable_until_it_left_every_tier() -> None:
@@ -104,7 +110,7 @@ def test_a_unit_stays_findable_until_it_left_every_tier() -> None:
         twin.add(WORKERS[0], UNITS[0], tier)
     twin.remove(WORKERS[0], UNITS[0], Tier.DEVICE)
     for tier in LOWER_TIERS:
-        assert twin.lookup(UNITS[:1]) == {WORKERS[0]: TierPrefix(0, 1)}
+        assert twin.lookup(UNITS[:1]) == {WORKERS[0]: TierPrefix(0, int(tier is Tier.HOST), 1)}
         twin.remove(WORKERS[0], UNITS[0], tier)
     assert twin.lookup(UNITS[:1]) == {}
 
@@ -122,3 +128,26 @@ def test_a_worker_that_comes_back_again_and_again_leaves_nothing_behind(generati
     for _ in range(num_units + generations):  # each change sweeps
         twin.remove(WORKERS[1], UNITS[0], Tier.DEVICE)
     assert twin._masks == {} and twin._num_slots <= 2
+
+
+@given(prefixes=st.lists(st.tuples(lengths, lengths, lengths), min_size=1, max_size=20), data=st.data())
+@settings(deadline=None)
+def test_a_long_chain_is_cut_where_each_worker_s_prefix_ends(
+    prefixes: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    """(units on the device, then on the host, then on disk) of each worker; the chain is longer than any stretch."""
+    chain = [UnitHash(i.to_bytes(32, "little")) for i in range(300)]
+    twin = PrefixTwin()
+    expected = {}
+    for i, lengths_of_worker in enumerate(prefixes):
+        ends = [min(300, end) for end in accumulate(lengths_of_worker)]
+        for position in range(ends[2]):
+            tier = Tier.DEVICE if position < ends[0] else Tier.HOST if position < ends[1] else Tier.DISK
+            twin.add(WorkerId(f"w{i}"), chain[position], tier)
+        expected[WorkerId(f"w{i}")] = ends
+    asked = data.draw(lengths)
+    assert twin.lookup(chain[:asked]) == {
+        worker_id: TierPrefix(*(min(asked, end) for end in ends))
+        for worker_id, ends in expected.items()
+        if min(asked, ends[2])
+    }

@@ -112,7 +112,9 @@ async def test_gauges_show_the_engine_and_forget_lost_workers(parts: Parts) -> N
         await until(lambda: shown.shows(2))
         scrape = generate_latest(parts.metrics.registry).decode()
         assert 'vllm:num_requests_waiting{model_name="model"} 4.0' in scrape
-        assert 'worker="w1"' in scrape and "phasemesh_scheduler_workers 2.0" in scrape
+        assert 'phasemesh_scheduler_worker_sequences{role="decode",worker="w1"} 1.0' in scrape
+        assert 'phasemesh_scheduler_pulls_in_flight{worker="w1"} 1.0' in scrape
+        assert [f'phasemesh_scheduler_workers{{role="{role}"}} 1.0' in scrape for role in Role] == [False, True, True]
         shown.now = stats(1)
         shown.publisher.workers_changed()
         await until(lambda: shown.shows(1))
@@ -124,8 +126,26 @@ async def test_a_scheduler_that_is_not_active_any_more_has_no_gauges(parts: Part
     async with shown.running():
         await until(lambda: shown.shows(2))
     scrape = generate_latest(parts.metrics.registry).decode()
-    assert "phasemesh_scheduler_workers 0.0" in scrape and 'worker="' not in scrape
+    assert all(f'phasemesh_scheduler_workers{{role="{role}"}} 0.0' in scrape for role in Role)
+    assert 'worker="' not in scrape
     assert "vllm:num_requests_waiting{" not in scrape and "vllm:num_requests_running{" not in scrape
+
+
+async def test_a_worker_whose_role_changed_is_shown_under_the_new_one_only(parts: Parts) -> None:
+    shown = Shown(parts, stats(1))
+    async with shown.running():
+        await until(lambda: shown.shows(1))
+        shown.now = replace(shown.now, workers=[replace(shown.now.workers[0], role=Role.PREFILL)])
+        shown.publisher.workers_changed()
+        await until(lambda: in_role(shown, Role.PREFILL))
+        scrape = generate_latest(parts.metrics.registry).decode()
+    assert 'phasemesh_scheduler_worker_sequences{role="prefill",worker="w0"} 1.0' in scrape
+    assert scrape.count("phasemesh_scheduler_worker_sequences{") == 1
+
+
+async def in_role(shown: Shown, role: Role) -> bool:
+    card = await shown.card()
+    return card is not None and card.workers[0].role is role
 
 
 async def test_the_gauges_of_a_model_end_with_it(parts: Parts) -> None:
