@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 from redis import Redis
 
-from gpu_worker.tiers.open_tiers import open_tier_redis
 from gpu_worker.tiers.redis_store import RETRY_AFTER_S, RedisStore
+from gpu_worker.tiers.redis_thread import RedisThread
 from gpu_worker.tiers.unit_codec import LowerTierDtype, UnitCodec
 from tests.redis_fixture import RedisServer
 from tests.tiers.units import CODEC, a_cell, a_codec, a_hash, encoded, hashes
@@ -48,7 +48,7 @@ def opened(
         (twin.add if is_here else twin.remove)(unit_hash)
 
     store = RedisStore(
-        open_tier_redis(url),
+        RedisThread(url, cell=cell),
         cell=cell,
         layout=codec.tag,
         encoded_bytes=codec.encoded_bytes,
@@ -57,9 +57,11 @@ def opened(
         on_change=changed,
         clock=clock,
     )
-    store.upkeep()  # as at start
-    yield store, twin
-    store.close()
+    try:
+        store.upkeep()  # as at start
+        yield store, twin
+    finally:
+        store.close()
 
 
 def key(cell: str, number: int) -> str:
@@ -106,7 +108,7 @@ def test_a_unit_is_gone_when_its_time_is_up(redis_url: str, redis: Redis, cell: 
         store.put(a_hash(1), encoded(1))
         assert 0 < redis.pttl(key(cell, 1)) <= 200
         deadline_s = time.monotonic() + 10
-        while told:
+        while told or redis.exists(key(cell, 1)):
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
             store.upkeep()
@@ -175,7 +177,7 @@ def test_while_redis_is_away_everything_is_a_miss_at_once(
 ) -> None:
     asked = 0
 
-    def connects(*args: object) -> None:
+    async def connects(*args: object) -> None:
         nonlocal asked
         asked += 1
 
@@ -184,7 +186,7 @@ def test_while_redis_is_away_everything_is_a_miss_at_once(
         store.put(a_hash(1), encoded(1))
         redis_server.kill()
         assert store.get(a_hash(1)) is None
-        monkeypatch.setattr("redis.connection.Connection.connect", connects)
+        monkeypatch.setattr("redis.asyncio.Connection.connect", connects)
         assert store.get(a_hash(1)) is None
         assert store.holds(hashes(2)) == [False, False]
         assert not store.put(a_hash(2), encoded(2))
