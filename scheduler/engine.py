@@ -44,7 +44,7 @@ from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TokensReply
 from wire.errors import MeshError, StepFailed, WorkerLost
-from wire.ids import UNIT_TOKENS, Epoch, Fence, SeqId
+from wire.ids import UNIT_TOKENS, Epoch, Fence, SeqId, WorkerId
 from wire.plan import ModelCard, Progress, StepReport
 from wire.sampling import FinishReason
 
