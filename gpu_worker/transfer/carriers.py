@@ -89,6 +89,7 @@ class RemoteCarrier:
         self._lock = threading.Lock()
 
     def close(self) -> None:
+        self._maps.clear()
         for channel in self._channels.values():
             channel.close()
 

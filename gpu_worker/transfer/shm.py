@@ -26,9 +26,6 @@ class PoolMaps:
         self._lock = threading.Lock()
         self._maps: OrderedDict[PoolAddress, memoryview] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._maps)
-
     def get(self, address: PoolAddress, layout: PoolLayout) -> memoryview:
         """Raises OSError or ValueError as open_pool does."""
         with self._lock:
@@ -39,6 +36,10 @@ class PoolMaps:
             while len(self._maps) > MAX_MAPPED:
                 self._maps.popitem(last=False)
             return pool
+
+    def clear(self) -> None:
+        with self._lock:
+            self._maps.clear()
 
     def drop_dead(self) -> None:
         """Unmap those whose process is gone, for their memory is not freed before."""
@@ -78,4 +79,5 @@ class PoolReader:
         return bool((self._generations[self._page_ids] == self._offered).all())
 
     def close(self) -> None:
-        """The mapping stays, for the next pull."""
+        """The mapping stays, for the next pull, and for as long as PoolMaps wants it: not for some traceback's sake."""
+        del self._halves, self._generations
