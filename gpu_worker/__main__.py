@@ -22,6 +22,7 @@ from gpu_worker.simulated_runner import open_simulated
 from gpu_worker.step_cost import StepCost
 from gpu_worker.telemetry import StepTelemetry
 from gpu_worker.transfer.plane import open_plane
+from gpu_worker.transfer.transports import GRPC, TRANSPORTS
 from kvstore.prefix_hash import namespace
 from observability.health_server import serve_health
 from observability.logs import setup_logging
@@ -119,7 +120,12 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         epoch = Epoch(time.time_ns() // 1_000_000)
         telemetry = StepTelemetry(metrics, tracer)
         plane = stack.enter_context(
-            open_plane(runner.kv, worker_id=identity.worker_id, namespace=namespace(runner.card))
+            open_plane(
+                runner.kv,
+                worker_id=identity.worker_id,
+                namespace=namespace(runner.card),
+                only=(GRPC,) if config.kv_transport == GRPC else TRANSPORTS,
+            )
         )
         executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=plane.puller))
         source = await stack.enter_async_context(plane.source(executor))

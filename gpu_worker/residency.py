@@ -127,6 +127,11 @@ class Residency:
                 found.generations.append(int(self._generations[places[0].page_id]))
         return found
 
+    def places(self, unit_hash: UnitHash) -> tuple[UnitPlace, ...]:
+        """Everywhere a unit is resident."""
+        with self._lock:
+            return self._places.get(unit_hash, ())
+
     def still(self, found: Found) -> bool:
         """None of these pages got a new owner since: bytes read from them before this call are those of the units."""
         with self._lock:

@@ -11,6 +11,8 @@ from gpu_worker.transfer.host_pages import HostPages
 from gpu_worker.transfer.port import KvPages, UnitPlace
 
 SHM, NIXL, GRPC = "shm", "nixl", "grpc"
+TRANSPORTS = (SHM, NIXL, GRPC)
+"""Best first."""
 
 _STRONGLY_ORDERED = ("x86_64", "AMD64", "i686")
 """Where a core's loads are seen in order, and so are another's stores: pages, then generations, without a fence of our
@@ -37,14 +39,14 @@ class MemoryReader(Protocol):
     def close(self) -> None: ...
 
 
-def available_transports(kv: KvPages, only: Sequence[str] = (SHM, NIXL, GRPC)) -> tuple[str, ...]:
+def available_transports(kv: KvPages, only: Sequence[str] = TRANSPORTS) -> tuple[str, ...]:
     """Those a worker with these pages can use, best first; grpc always."""
     usable = {
         SHM: isinstance(kv, HostPages) and kv.pool_address is not None and platform.machine() in _STRONGLY_ORDERED,
         NIXL: importlib.util.find_spec("nixl") is not None,
         GRPC: True,
     }
-    return tuple(name for name in (SHM, NIXL, GRPC) if usable[name] and (name in only or name == GRPC))
+    return tuple(name for name in TRANSPORTS if usable[name] and (name in only or name == GRPC))
 
 
 def choose_transport(asked: Sequence[str], offered: Sequence[str], *, same_host: bool) -> str:
