@@ -63,7 +63,8 @@ async def serve(num_units: int) -> None:
     num_pages = -(-num_units // UNITS_PER_PAGE)
     pages = warm_pages(num_pages)
     residency = Residency(PAGE_SIZE, num_pages, generations=pages.generations)
-    residency.pulled(scattered(num_pages, seed=1), unit_hashes(num_units))
+    page_ids = scattered(num_pages, seed=1)
+    residency.pulled(page_ids, residency.void(page_ids), unit_hashes(num_units))
     source = TransferSource(
         pages, residency, namespace=NAMESPACE, epoch=lambda: EPOCH, transports=available_transports(pages)
     )

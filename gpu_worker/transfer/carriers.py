@@ -137,7 +137,7 @@ class RemoteCarrier:
             unit_hashes=pull.request.unit_hashes,
             host_id=self._host_id,
             transports=transports,
-            lease_ms=pull.request.lease_ms,
+            lease_ms=int(pull.lease_s * 1000),
         )
 
     def _reader(self, pull: Pull, stub: pb_grpc.KvTransferStub, offer: pb.Offer) -> MemoryReader | None:

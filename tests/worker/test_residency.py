@@ -60,12 +60,20 @@ def test_shared_pages_are_nobodys_new_ones_and_the_page_behind_them_is() -> None
 def test_a_page_that_begins_with_the_sequences_own_units_keeps_those() -> None:
     generations = [0] * 8
     residency = Residency(64, 8, generations=generations)
-    residency.pulled(table(4, 5), HASHES[:7])
+    residency.pulled(table(4, 5), [0, 0], HASHES[:7])
     residency.granted(table(4, 5), 0, HASHES[:7], 112)  # as pulled: nothing is to be voided
     assert generations == [0] * 8
     residency.granted(table(4, 5), 0, HASHES[:6], 96)  # unit 6 is to be written again
     assert generations == [0, 0, 0, 0, 0, 1, 0, 0]
     assert residency.pages() == [PageUnits(PageId(4), HASHES[:4]), PageUnits(PageId(5), HASHES[4:6])]
+
+
+def test_a_pull_that_ends_late_places_nothing_in_a_page_that_has_a_new_owner() -> None:
+    residency = Residency(32, 8)
+    generations = residency.void(table(1, 2))
+    residency.void(table(2))
+    residency.pulled(table(1, 2), generations, HASHES[:4])
+    assert residency.pages() == [PageUnits(PageId(1), HASHES[:2])]
 
 
 def test_a_boundary_page_of_another_chain_keeps_nothing() -> None:
