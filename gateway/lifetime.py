@@ -56,9 +56,9 @@ async def open_parts(config: GatewayConfig, gateway_id: GatewayId, tracer: Trace
     url = config.cell.redis_url
     async with (
         TokenizerPool(tokenizer, model_dir, config.tokenizer_processes) as pool,
-        open_redis(url) as redis,
-        open_redis(url) as submit_redis,
-        open_redis(url) as blocking_redis,
+        open_redis(url, cell=config.cell.cell) as redis,
+        open_redis(url, cell=config.cell.cell) as submit_redis,
+        open_redis(url, cell=config.cell.cell) as blocking_redis,
         asyncio.TaskGroup() as tasks,
     ):
         mesh = Mesh(redis, submit_redis, config.cell.cell, config.max_live_requests, metrics)
@@ -69,7 +69,7 @@ async def open_parts(config: GatewayConfig, gateway_id: GatewayId, tracer: Trace
             started_unix_s=time.time(),
             text=TextSide(tokenizer, pool, template),
             mesh=mesh,
-            replies=ReplyReader(blocking_redis, gateway_id, mesh, metrics),
+            replies=ReplyReader(blocking_redis, config.cell.cell, gateway_id, mesh, metrics),
             cell=CellWatch(redis, config.cell.cell, gateway_id, model_name, config.mesh_grace_s),
             keys=ApiKeys(config.api_keys),
             bodies=BodyReader(config.max_body_mb * 2**20),

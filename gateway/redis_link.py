@@ -19,6 +19,8 @@ def refused(error: Exception) -> bool:
     return isinstance(error, ResponseError)
 
 
-def open_redis(url: str) -> Redis:
+def open_redis(url: str, *, cell: str | None = None) -> Redis:
     """Raises ConfigInvalid for a malformed URL; commands raise one of REDIS_ERRORS within the bounds."""
-    return redis_client.open_redis(url, command_timeout_s=COMMAND_TIMEOUT_S, connect_timeout_s=CONNECT_TIMEOUT_S)
+    return redis_client.open_redis(
+        url, cell=cell, command_timeout_s=COMMAND_TIMEOUT_S, connect_timeout_s=CONNECT_TIMEOUT_S
+    )

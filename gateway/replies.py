@@ -47,13 +47,14 @@ class ReplyReader:
     def __init__(
         self,
         redis: Redis,
+        cell: str,
         gateway_id: GatewayId,
         mesh: Mesh,
         metrics: GatewayMetrics,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
-        self._stream = keys.replies(gateway_id)
+        self._stream = keys.replies(cell, gateway_id)
         self._mesh = mesh
         self._metrics = metrics
         self._now = now

@@ -18,10 +18,13 @@ from gpu_worker.model_port import ModelRunner
 from gpu_worker.registration import keep_registered
 from gpu_worker.server import WorkerService, bind_server, serving
 from gpu_worker.server.session import WorkerIdentity
+from gpu_worker.simulated_pulls import SimulatedPuller
 from gpu_worker.simulated_runner import open_simulated
-from gpu_worker.step_cost import StepCost
+from gpu_worker.step_cost import PullCost, StepCost
 from gpu_worker.telemetry import StepTelemetry
+from gpu_worker.tiers.open_tiers import open_tiers
 from gpu_worker.transfer.plane import open_plane
+from gpu_worker.transfer.port import Puller
 from gpu_worker.transfer.transports import GRPC, TRANSPORTS
 from kvstore.prefix_hash import namespace
 from observability.health_server import serve_health
@@ -29,9 +32,9 @@ from observability.logs import setup_logging
 from observability.metrics import WorkerMetrics
 from observability.tracing import Tracer, setup_tracing
 from wire.collector import calm_collector
-from wire.config import WorkerConfig, load
+from wire.config import CellConfig, WorkerConfig, load
 from wire.entries import WorkerEntry
-from wire.errors import ConfigInvalid, MeshError
+from wire.errors import MeshError
 from wire.ids import Epoch, WorkerId
 from wire.model_path import cache_root, model_path, served_name
 from wire.plan import Role
@@ -51,6 +54,8 @@ def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
         worker_id=WorkerId(config.worker_id or f"{socket.gethostname()}-{bound_port}"),
         advertise_address=config.advertise_address or f"{host}:{bound_port}",
         role=Role(config.role),
+        min_prompt_tokens=config.min_prompt_tokens,
+        max_prompt_tokens=config.max_prompt_tokens,
     )
 
 
@@ -96,11 +101,21 @@ def simulated_model(config: WorkerConfig) -> ModelRunner:
     )
 
 
-def connect_redis(url: str) -> Redis:
-    try:
-        return open_redis(url, command_timeout_s=REDIS_TIMEOUT_S, connect_timeout_s=REDIS_TIMEOUT_S)
-    except ValueError as error:
-        raise ConfigInvalid(f"PHASEMESH_REDIS_URL: {error}", param="PHASEMESH_REDIS_URL") from error
+def choose_puller(config: WorkerConfig, puller: Puller | None) -> Puller | None:
+    """The one given, slowed down to what a model's KV would take where there is no model."""
+    simulation = config.simulation
+    if puller is None or not simulation.simulate:
+        return puller
+    return SimulatedPuller(puller, PullCost(fixed_us=simulation.pull_fixed_us, unit_us=simulation.pull_unit_us))
+
+
+def connect_redis(config: CellConfig) -> Redis:
+    return open_redis(
+        config.redis_url,
+        cell=config.cell,
+        command_timeout_s=REDIS_TIMEOUT_S,
+        connect_timeout_s=REDIS_TIMEOUT_S,
+    )
 
 
 async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
@@ -113,26 +128,29 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         )
         server, port = bind_server(config.host, config.port)
         identity = identify(config, port)
-        redis = await stack.enter_async_context(connect_redis(config.cell.redis_url))
+        redis = await stack.enter_async_context(connect_redis(config.cell))
         runner = await asyncio.to_thread(load_model, config)
         signals = stop_signals()  # not before: a signal while the model loads just ends the process
         # Milliseconds since 1970 at start: a restarted worker's epochs are above all it ever had.
         epoch = Epoch(time.time_ns() // 1_000_000)
         telemetry = StepTelemetry(metrics, tracer)
-        plane = stack.enter_context(
-            open_plane(
-                runner.kv,
-                worker_id=identity.worker_id,
-                namespace=namespace(runner.card),
-                only=(GRPC,) if config.kv_transport == GRPC else TRANSPORTS,
-            )
+        units = namespace(runner.card)
+        tiers = stack.enter_context(
+            open_tiers(config.tiers, config.cell, runner.kv, namespace=units, metrics=metrics.tiers)
         )
-        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=plane.puller))
+        only = (GRPC,) if config.kv_transport == GRPC else TRANSPORTS
+        plane = stack.enter_context(
+            open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers, only=only)
+        )
+        puller = choose_puller(config, plane.puller)
+        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=puller, tiers=tiers))
         source = await stack.enter_async_context(plane.source(executor))
         await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer), source))
 
         def current_entry() -> WorkerEntry:
-            return WorkerEntry(identity.worker_id, identity.advertise_address, executor.epoch, os.getpid())
+            return WorkerEntry(
+                identity.worker_id, identity.advertise_address, executor.epoch, os.getpid(), identity.role
+            )
 
         calm_collector()
         async with asyncio.TaskGroup() as tasks:

@@ -9,6 +9,11 @@ A page is in exactly one state:
     in_use ──retire──▸ retiring ──retired──▸ free | cached
 
 Invariant: free + cached + in_use + retiring == num_pages.
+
+A unit is findable here from the plan that computes it on, and *computed* once that is reported: only computed units are
+told to others (`take_changes`), pulled or indexed.
+
+    units of a page   | computed | published, its step not reported yet | … |
 """
 
 from __future__ import annotations
@@ -57,6 +62,9 @@ class PagePool:
         self._retiring: set[PageId] = set()
         self._references = [0] * num_pages
         self._units: list[list[UnitHash]] = [[] for _ in range(num_pages)]  # published, by offset in the page
+        self._num_computed = [0] * num_pages  # of those, the first so many
+        self._computed_in: dict[UnitHash, int] = {}  # computed unit → pages it lies in
+        self._changes: dict[UnitHash, bool] = {}
         # A hash lies nearly always in one page. Where several hold it, the others are here: all O(1) to forget.
         self._holder: dict[UnitHash, PageId] = {}
         self._other_holders: dict[UnitHash, dict[PageId, None]] = {}
@@ -144,6 +152,34 @@ class PagePool:
         if self._holder.setdefault(unit_hash, page) != page:
             self._other_holders.setdefault(unit_hash, {})[page] = None
 
+    def mark_computed(self, page: PageId, unit_hash: UnitHash) -> None:
+        """The step that computes a published unit was reported. Of no effect where the page has gone to others since,
+        or an earlier unit of it was not computed."""
+        units, computed = self._units[page], self._num_computed[page]
+        if computed < len(units) and units[computed] == unit_hash:
+            self._num_computed[page] = computed + 1
+            count = self._computed_in.get(unit_hash, 0)
+            self._computed_in[unit_hash] = count + 1
+            if not count:
+                self._changes[unit_hash] = True
+
+    def is_computed(self, unit_hash: UnitHash) -> bool:
+        """It lies in a page here, and its step was reported."""
+        return unit_hash in self._computed_in
+
+    def computed_units(self) -> Iterable[UnitHash]:
+        """Every computed unit, once."""
+        return self._computed_in.keys()
+
+    def take_changes(self) -> dict[UnitHash, bool]:
+        """Computed units that came (True) or went since the last call, by their state now."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._changes)
+
     def withdraw(self, page: PageId) -> None:
         """Make what the page holds unfindable; whoever uses it goes on using it."""
         self._forget_units(page)
@@ -152,6 +188,12 @@ class PagePool:
             self._free.append(page)
 
     def _forget_units(self, page: PageId) -> None:
+        for unit_hash in self._units[page][: self._num_computed[page]]:
+            self._computed_in[unit_hash] -= 1
+            if not self._computed_in[unit_hash]:
+                del self._computed_in[unit_hash]
+                self._changes[unit_hash] = False
+        self._num_computed[page] = 0
         for unit_hash in self._units[page]:
             others = self._other_holders.get(unit_hash)
             if self._holder[unit_hash] != page:
@@ -173,4 +215,5 @@ class PagePool:
         for page, hashes in by_page.items():
             for unit_hash in hashes:
                 self.publish(page, unit_hash)
+                self.mark_computed(page, unit_hash)
             self._cached[page] = None

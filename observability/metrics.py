@@ -1,7 +1,8 @@
 """Prometheus metrics of each service. One object per process, with its own registry, so tests can make many.
 
 A fact has one name: where LLM servers already have a `vllm:` one, that; else `phasemesh_…`. Seconds, tokens and
-pages, never milliseconds or bytes. Fields with labels are used as `metrics.requests.labels(route, status).inc()`.
+pages, never milliseconds; bytes where KV is not in pages. Fields with labels are used as
+`metrics.requests.labels(route, status).inc()`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from observability import names
+from observability.tier_metrics import TierMetrics
 
 # Upper bounds in seconds. A CPU decodes a step in tens of milliseconds, an accelerator in a few.
 STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -34,9 +36,13 @@ ITL_BUCKETS_S = (
 )
 TTFT_BUCKETS_S = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 REQUEST_BUCKETS_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 600.0)
+PULL_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 PAGE_STATES = ("free", "cached", "in_use", "retiring")
+HIT_SOURCES = ("local", "pull")
+"""On the worker itself, or brought there from another worker or a lower tier."""
+NO_TRANSPORT = "none"
 STEP_PARTS = ("build", "forward", "sample")
 
 
@@ -128,7 +134,46 @@ class SchedulerMetrics:
             ["model_name", "worker"],
             registry=r,
         )
-        self.workers = Gauge(names.SCHEDULER_WORKERS, "Workers with an open session.", registry=r)
+        self.workers = Gauge(
+            names.SCHEDULER_WORKERS, "Workers with an open session, by the role in force.", ["role"], registry=r
+        )
+        self.worker_sequences = Gauge(
+            names.SCHEDULER_WORKER_SEQUENCES,
+            "Sequences running on a worker, with its role in force.",
+            ["worker", "role"],
+            registry=r,
+        )
+        self.pulls_in_flight = Gauge(
+            names.SCHEDULER_PULLS_IN_FLIGHT,
+            "KV transfers into a worker's pages that are not over.",
+            ["worker"],
+            registry=r,
+        )
+        self.pulls = Counter(
+            names.SCHEDULER_PULLS,
+            "KV transfers that are over, by transport and outcome: complete, partial or failed.",
+            ["transport", "outcome"],
+            registry=r,
+        )
+        self.pull_s = Histogram(
+            names.SCHEDULER_PULL_TIME,
+            "KV transfers from their start on the worker to their end, as it measured them.",
+            ["transport"],
+            buckets=PULL_BUCKETS_S,
+            registry=r,
+        )
+        self.pulled_bytes = Counter(
+            names.SCHEDULER_PULLED_BYTES, "KV moved by transfers, in bytes.", ["transport"], registry=r
+        )
+        self.predicted_hits = Counter(
+            names.SCHEDULER_PREDICTED_HITS,
+            "Prompt tokens that routing expected to find on the worker, or ordered from elsewhere.",
+            ["source"],
+            registry=r,
+        )
+        self.actual_hits = Counter(
+            names.SCHEDULER_ACTUAL_HITS, "Prompt tokens that were there, or came.", ["source"], registry=r
+        )
         self.pages = Gauge(
             names.SCHEDULER_KV_PAGES,
             "KV pages by state; the states add up to the pool.",
@@ -164,9 +209,27 @@ class SchedulerMetrics:
         self.tokens.labels(worker, "prefill").inc(prefill_tokens)
         self.tokens.labels(worker, "decode").inc(decode_tokens)
 
+    def observe_pull(self, transport: str, outcome: str, *, pull_s: float, num_bytes: int) -> None:
+        """Count one KV transfer that is over; without a transport none was found."""
+        transport = transport or NO_TRANSPORT
+        self.pulls.labels(transport, outcome).inc()
+        self.pull_s.labels(transport).observe(pull_s)
+        self.pulled_bytes.labels(transport).inc(num_bytes)
+
+    def observe_hits(self, source: str, *, predicted_tokens: int, actual_tokens: int) -> None:
+        """Count what one request's admissions hoped to reuse, and what they could; see HIT_SOURCES."""
+        self.predicted_hits.labels(source).inc(predicted_tokens)
+        self.actual_hits.labels(source).inc(actual_tokens)
+
+    def show_worker(self, worker: str, *, role: str, running: int, pulling: int) -> None:
+        """Export what one worker does, under its role in force."""
+        self.worker_sequences.remove_by_labels({"worker": worker})
+        self.worker_sequences.labels(worker, role).set(running)
+        self.pulls_in_flight.labels(worker).set(pulling)
+
     def forget_worker(self, worker: str) -> None:
         """Drop a lost worker's gauges, so that no dashboard shows pages that are gone. Its counters stay."""
-        for gauge in (self.pages, self.kv_cache_usage):
+        for gauge in (self.pages, self.kv_cache_usage, self.worker_sequences, self.pulls_in_flight):
             gauge.remove_by_labels({"worker": worker})
 
 
@@ -187,6 +250,7 @@ class WorkerMetrics:
         self.queued_plans = Gauge(names.WORKER_QUEUED_PLANS, "Plans waiting behind the running one.", registry=r)
         self.step_failures = Counter(names.WORKER_STEP_FAILURES, "Steps that raised.", registry=r)
         self.epochs = Counter(names.WORKER_EPOCHS, "Epochs begun: lives of the KV tensors.", registry=r)
+        self.tiers = TierMetrics(r)
         self.redis_reconnects = _redis_reconnects(r)
 
     def observe_step(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from phasemesh.cli import bench, chat, doctor, models, options, status, up
+from phasemesh.cli import bench, chat, doctor, models, options, role, status, up
 from wire.errors import ConfigInvalid, MeshError
 
 INTERRUPTED = 130
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (up, status, chat, bench, doctor, models):
+    for command in (up, status, role, chat, bench, doctor, models):
         command.add(subparsers)
     return parser
 

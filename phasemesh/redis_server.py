@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import shutil
@@ -41,11 +42,14 @@ def server_command(binary: Path, port: int, data_dir: Path) -> tuple[str, ...]:
     # fmt: on
 
 
-def ping(url: str) -> str | None:
-    """None when the Redis at `url` answers PING, else why not. While it loads its file it says LOADING."""
+def ping(url: str, cell: str | None = None) -> str | None:
+    """None when the Redis at `url` answers PING, else why not. While it loads its file it says LOADING.
+
+    cell: as in wire.redis_client.
+    """
     parts = urlsplit(url)
     if parts.scheme != "redis" or parts.username or parts.password:
-        return _ping_client(url)
+        return _ping_client(url, cell)
     try:
         address = (parts.hostname or "127.0.0.1", parts.port or 6379)
         with socket.create_connection(address, timeout=PING_TIMEOUT_S) as s:
@@ -56,18 +60,27 @@ def ping(url: str) -> str | None:
     return None if answer.startswith(b"+PONG") else f"{url}: {answer.decode(errors='replace').strip()}"
 
 
-def _ping_client(url: str) -> str | None:
-    """TLS, sockets and passwords are the client library's."""
-    import redis
+def _ping_client(url: str, cell: str | None) -> str | None:
+    """TLS, sockets, passwords, Sentinels and Clusters are the client's."""
+    from redis import RedisError
+
+    from wire.redis_client import open_redis
+
+    async def ask() -> None:
+        client = open_redis(url, cell=cell, command_timeout_s=PING_TIMEOUT_S, connect_timeout_s=PING_TIMEOUT_S)
+        async with client:
+            await client.ping()
 
     try:
-        with redis.Redis.from_url(url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S) as client:
-            client.ping()
-    except (redis.RedisError, ValueError) as error:
-        return f"{_without_password(url)}: {error}"
+        asyncio.run(ask())
+    except ConfigInvalid as error:
+        return error.message
+    except (RedisError, OSError) as error:
+        return f"{without_password(url)}: {error}"
     return None
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

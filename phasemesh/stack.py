@@ -18,6 +18,7 @@ from phasemesh.supervisor import Service
 from wire.config import LauncherConfig
 from wire.errors import ConfigInvalid
 from wire.model_path import cache_root
+from wire.plan import Role
 
 LOOPBACK = "127.0.0.1"
 WORKER_READY_TIMEOUT_S = 600.0
@@ -72,8 +73,8 @@ def plan_stack(config: LauncherConfig, environ: Mapping[str, str], model: Path, 
             {**shared, "PHASEMESH_SCHEDULER_HOST": LOOPBACK, "PHASEMESH_SCHEDULER_PORT": str(scheduler_port)},
         ),
         workers=tuple(
-            _worker(number, config, shared, free_port(taken), own_redis=redis is not None)
-            for number in range(1, config.workers + 1)
+            _worker(number, role, config, shared, free_port(taken), own_redis=redis is not None)
+            for number, role in enumerate(worker_roles(config), start=1)
         ),
         gateway=_service(
             "gateway",
@@ -113,6 +114,27 @@ def require_cores(config: LauncherConfig) -> None:
         )
 
 
+def worker_roles(config: LauncherConfig) -> list[Role]:
+    """One for each worker. Raises ConfigInvalid: not as many, or prompts or outputs are left to none."""
+    if config.roles is None:
+        name, text = "PHASEMESH_WORKER_ROLE", config.worker.role
+        roles = [Role(text)] * config.workers
+    else:
+        name, text = "PHASEMESH_ROLES", config.roles
+        words = [word.strip() for word in text.split(",")]
+        if unknown := [word for word in words if word not in set(Role)]:
+            raise ConfigInvalid(f"{name}={text!r}: {unknown[0]!r} is not one of {', '.join(Role)}", param=name)
+        if len(words) != config.workers:
+            raise ConfigInvalid(
+                f"{name}={text!r}: {len(words)} role(s) for {config.workers} worker(s), one for each", param=name
+            )
+        roles = [Role(word) for word in words]
+    for needed in (Role.PREFILL, Role.DECODE):
+        if not {needed, Role.BOTH} & set(roles):
+            raise ConfigInvalid(f"{name}={text!r}: no worker can {needed}; one must be {needed} or both", param=name)
+    return roles
+
+
 def worker_threads(config: LauncherConfig) -> int:
     """Compute threads of each worker: its share of the cores we may use (design §12)."""
     return config.worker.threads or max(1, len(os.sched_getaffinity(0)) // config.workers)
@@ -131,7 +153,7 @@ def _redis(port: int, environ: Mapping[str, str], state: StateDir) -> tuple[Serv
 
 
 def _worker(
-    number: int, config: LauncherConfig, shared: Mapping[str, str], health_port: int, *, own_redis: bool
+    number: int, role: Role, config: LauncherConfig, shared: Mapping[str, str], health_port: int, *, own_redis: bool
 ) -> Service:
     # On a Redis of others, worker ids must differ from other stacks' too.
     base = config.worker.worker_id or ("worker" if own_redis else f"{socket.gethostname()}-{os.getpid()}-worker")
@@ -139,6 +161,7 @@ def _worker(
     environ = {
         **shared,
         "PHASEMESH_WORKER_ID": f"{base}-{number}",
+        "PHASEMESH_WORKER_ROLE": role,
         "PHASEMESH_WORKER_PORT": str(config.worker.port if config.workers == 1 else 0),
         "PHASEMESH_WORKER_HEALTH_HOST": LOOPBACK,
         "PHASEMESH_WORKER_HEALTH_PORT": str(health_port),

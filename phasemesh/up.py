@@ -15,7 +15,7 @@ from phasemesh import models, redis_server
 from phasemesh.client import ApiError, Client, Generation
 from phasemesh.guard import Guard, running_guard
 from phasemesh.progress import Progress
-from phasemesh.stack import Stack, owns_redis, plan_stack, require_cores, require_ports, worker_threads
+from phasemesh.stack import Stack, owns_redis, plan_stack, require_cores, require_ports, worker_roles, worker_threads
 from phasemesh.state import ServiceState, StackState, StateDir, start_ticks
 from phasemesh.supervisor import Service, SupervisedService, stop_in_order
 from wire.api_keys import first_api_key
@@ -41,10 +41,11 @@ def up(config: LauncherConfig, environ: Mapping[str, str], say: Callable[[str], 
     with state.owned():
         require_ports(config)
         require_cores(config)
+        worker_roles(config)  # refused before a model is fetched
         if owns_redis(config, environ):
             redis_server.find_server()
         else:
-            problem = redis_server.ping(config.gateway.cell.redis_url)
+            problem = redis_server.ping(config.gateway.cell.redis_url, config.gateway.cell.cell)
             if problem:
                 raise ConfigInvalid(f"Redis does not answer: {problem}", param="PHASEMESH_REDIS_URL")
         model = models.ensure(config.gateway.model, Progress())
@@ -142,6 +143,8 @@ class _Launcher:
         workers = f"{self._config.workers} worker(s) of {worker_threads(self._config)} thread(s)"
         if self._config.worker.simulation.simulate:
             workers = f"{self._config.workers} simulated worker(s): its words mean nothing"
+        if self._config.roles:
+            workers += f" ({', '.join(worker_roles(self._config))})"
         return f"""
 {model} is served at {url}/v1 by {workers}
 

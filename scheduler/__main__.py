@@ -43,7 +43,10 @@ class Scheduler:
         self._scheduler_id = config.scheduler_id or f"{socket.gethostname()}-{os.getpid()}"
         # Only the lease uses it: a renewal that takes longer than this is better tried again.
         self._redis = open_redis(
-            config.cell.redis_url, command_timeout_s=LEASE_TIMEOUT_S, connect_timeout_s=LEASE_TIMEOUT_S
+            config.cell.redis_url,
+            cell=config.cell.cell,
+            command_timeout_s=LEASE_TIMEOUT_S,
+            connect_timeout_s=LEASE_TIMEOUT_S,
         )
         self._stopping = False
         self.not_ready: str | None = STANDBY

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Final
 
+from kvstore.redis_prefix_index import RedisPrefixIndex
 from observability.metrics import SchedulerMetrics
 from observability.tracing import Tracer
 from scheduler import events
@@ -14,6 +15,7 @@ from scheduler.cell_card import CellCardPublisher
 from scheduler.clock import Clock
 from scheduler.engine import Engine
 from scheduler.gateway_watch import GatewayWatch
+from scheduler.index_writer import IndexWriter
 from scheduler.intake import ControlIntake, RequestIntake
 from scheduler.lease import Lease
 from scheduler.pending import PendingRequests
@@ -43,7 +45,7 @@ class Tenure:
         cell, url, clock = config.cell.cell, config.cell.redis_url, Clock()
         inbox: asyncio.Queue[events.Event] = asyncio.Queue(MAX_INBOX)
         # Blocking reads have a connection of their own.
-        redis, requests_redis, control_redis = open_redis(url), open_redis(url), open_redis(url)
+        redis, requests_redis, control_redis = (open_redis(url, cell=cell) for _ in range(3))
         self._connections = (redis, requests_redis, control_redis)
         self._lease = lease
         self._clock = clock
@@ -71,6 +73,8 @@ class Tenure:
             model_known=self._arrivals.model_known,
             is_idle=lambda: not pending.all() and not self._engine.stats().workers,
         )
+        index = RedisPrefixIndex(redis, cell, fence=lease.fence)
+        self._index = IndexWriter(index, self._engine.twin, lease)
         self._card = CellCardPublisher(redis, cell, lease, self._engine.stats, metrics)
         self._service = Service(
             self._engine,
@@ -80,6 +84,7 @@ class Tenure:
             workers_changed=self._card.workers_changed,
             publisher=self._publisher,
             terminals=terminals,
+            index=self._index,
             metrics=metrics,
         )
         self._recovery = Recovery(
@@ -118,6 +123,7 @@ class Tenure:
                 tasks.create_task(self._lease.keep())
                 tasks.create_task(self._service.run())
                 tasks.create_task(self._publisher.run())
+                tasks.create_task(self._index.run())
                 tasks.create_task(self._registry.run())
                 tasks.create_task(self._arrivals.expire())
                 tasks.create_task(self._card.run())

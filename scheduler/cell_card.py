@@ -15,9 +15,9 @@ from scheduler.lease import Lease
 from scheduler.redis_io import REDIS_ERRORS, Patience
 from scheduler.stats import EngineStats
 from wire import keys
-from wire.entries import CellCard
+from wire.entries import CellCard, CellWorker
 from wire.ids import Fence, WorkerId
-from wire.plan import ModelCard
+from wire.plan import ModelCard, Role
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ def make_card(stats: EngineStats, fence: Fence) -> CellCard:
         num_workers=len(stats.workers),
         fence=fence,
         predicted_drain_s=stats.predicted_drain_s,
+        workers=[CellWorker(worker.worker_id, worker.role, worker.running) for worker in stats.workers],
     )
 
 
@@ -114,7 +115,8 @@ class _Gauges:
 
     def show(self, stats: EngineStats) -> None:
         metrics = self._metrics
-        metrics.workers.set(len(stats.workers))
+        for role in Role:
+            metrics.workers.labels(role).set(sum(worker.role is role for worker in stats.workers))
         present = {worker.worker_id for worker in stats.workers}
         for worker_id in self._shown - present:
             metrics.forget_worker(worker_id)
@@ -132,6 +134,7 @@ class _Gauges:
         metrics.displaced.inc(stats.displaced - self._displaced)
         self._displaced = stats.displaced
         for worker in stats.workers:
+            metrics.show_worker(worker.worker_id, role=worker.role, running=worker.running, pulling=worker.num_pulling)
             pages = worker.pages
             metrics.set_pages(
                 model,
@@ -144,7 +147,8 @@ class _Gauges:
 
     def clear(self) -> None:
         """Show nothing any more; counters stay."""
-        self._metrics.workers.set(0)
+        for role in Role:
+            self._metrics.workers.labels(role).set(0)
         for worker_id in self._shown:
             self._metrics.forget_worker(worker_id)
         self._shown = set()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from wire.entries import ChoiceReply, TerminalReply, TokensReply
-from wire.ids import Epoch, GatewayId, RequestId, WorkerId
-from wire.plan import StepPlan
+from wire.ids import Epoch, GatewayId, RequestId, UnitHash, WorkerId
+from wire.plan import Role, StepPlan, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,29 @@ class RouteCandidate:
     queued_prefill_tokens: float
     kv_pressure: float
     active_decodes: float
+    pulled_tokens: float = 0.0
+    """What a pull would bring; no part of the cost, and no part of uncached_tokens either."""
+    pull_cost_tokens: float = 0.0
+    """How long that pull takes by prediction, in tokens prefilled meanwhile."""
+    pull_source: str = ""
+    """The worker pulled from: its own id for its lower tiers, empty for no pull."""
+    predicted_prefill_s: float = 0.0
+    """For the tokens of the best pull that there was, were they prefilled here; for all uncached ones without any."""
+    predicted_pull_s: float = 0.0
+    """For that pull, taken or not; 0: nothing to pull. Above predicted_prefill_s it is not taken."""
+    disturbed_decodes: float = 0.0
+    """What prefilling here takes from the decodes beside it; counted where other workers only prefill."""
 
     @property
     def cost(self) -> float:
-        return self.uncached_tokens + self.queued_prefill_tokens + self.kv_pressure + self.active_decodes
+        return (
+            self.uncached_tokens
+            + self.queued_prefill_tokens
+            + self.kv_pressure
+            + self.active_decodes
+            + self.pull_cost_tokens
+            + self.disturbed_decodes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,34 @@ class Admission:
     candidates: tuple[RouteCandidate, ...]
     resumed: bool
     """After a preemption or a worker's death."""
+    pulled_tokens: int = 0
+    """Ordered from elsewhere; whether they came is in the transfer."""
+    pull_source: WorkerId | None = None
+    predicted_cached_tokens: int = 0
+    """What routing counted on, to be held against cached_tokens: both without what is pulled."""
+    role: Role = Role.BOTH
+    """What the worker does for this sequence: both, or its half of a handoff."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """KV of one sequence that was brought to a worker, from its first plan to its final report."""
+
+    choice: int
+    begun_s: float
+    ended_s: float
+    source: WorkerId
+    """The target itself: it came out of its own lower tiers."""
+    target: WorkerId
+    num_units: int
+    """Of 16 tokens, that came."""
+    num_bytes: int
+    transport: str
+    """As in PullReport: shm | grpc | nixl | host | disk | redis."""
+    failure: str | None = None
+    """Why not all came; the rest was prefilled."""
+    is_handoff: bool = False
+    """From the worker that prefilled the sequence to the one that decodes it."""
 
 
 @dataclass(slots=True)
@@ -63,6 +110,7 @@ class Timeline:
 
     arrived_s: float
     admissions: list[Admission] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     preempted_s: list[float] = field(default_factory=list)
     worker_lost_s: list[float] = field(default_factory=list)
     first_token_s: float | None = None
@@ -79,4 +127,17 @@ class FinishRequest:
     timeline: Timeline
 
 
-Command: TypeAlias = DispatchPlan | PublishReply | FinishRequest
+@dataclass(frozen=True, slots=True)
+class UpdateIndex:
+    """Tell the prefix index what one worker's tier holds now, and no longer."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    tier: Tier
+    stored: list[UnitHash]
+    dropped: list[UnitHash]
+    fresh: bool = False
+    """The first of a session: whatever the index had of this worker is void."""
+
+
+Command: TypeAlias = DispatchPlan | PublishReply | FinishRequest | UpdateIndex

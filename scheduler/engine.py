@@ -2,9 +2,9 @@
 
 The life of a request:
 
-    RequestArrived ─▸ queued ─▸ placed on a worker ─▸ prefill chunks ─▸ decodes ─▸ FinishRequest
-                        ▲                                 │ preempted, or the worker is gone
-                        └─────────────────────────────────┘
+    RequestArrived ─▸ queued ─▸ placed ─▸ KV pulled ─▸ prefill chunks ─▸ handed off ─▸ decodes ─▸ FinishRequest
+                        ▲                 (maybe)                        (maybe)         │
+                        └────────── preempted, a transfer failed, or the worker is gone ─┘
 
 The live service, the property tests and the simulator run this code unchanged. It reads no clock and does no I/O;
 whatever order events come in, every request ends in exactly one FinishRequest.
@@ -15,7 +15,8 @@ from __future__ import annotations
 from itertools import count
 from typing import assert_never
 
-from scheduler.commands import Admission, Command, DispatchPlan, FinishRequest, PublishReply
+from kvstore.prefix_twin import PrefixTwin
+from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
 from scheduler.events import (
     CancelRequested,
     ChoiceProgress,
@@ -31,10 +32,11 @@ from scheduler.events import (
     WorkerDown,
     WorkerUp,
 )
+from scheduler.placing import Placing
 from scheduler.policy.batching import PlanBuilder, publish_units
-from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
-from scheduler.policy.placement import Placement, choose, fits_ever, occupy, place, too_large
-from scheduler.policy.tie_breaker import TieBreaker
+from scheduler.policy.fair_queue import OUTPUT_WEIGHT, charge
+from scheduler.policy.placement import too_large
+from scheduler.policy.routing import decoders
 from scheduler.request_book import RequestBook
 from scheduler.sequence import MAX_FAULTS, LiveRequest, SeqState, Sequence
 from scheduler.stats import EngineStats, PrefillRate, WorkerStats
@@ -42,8 +44,8 @@ from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TokensReply
 from wire.errors import MeshError, StepFailed, WorkerLost
-from wire.ids import UNIT_TOKENS, Fence, SeqId, WorkerId
-from wire.plan import ModelCard, Progress, Release, StepReport
+from wire.ids import UNIT_TOKENS, Fence, SeqId
+from wire.plan import ModelCard, Progress, StepReport
 from wire.sampling import FinishReason
 
 
@@ -53,15 +55,14 @@ class Engine:
     def __init__(self, config: BatchingConfig, *, no_worker_grace_s: float, routing_seed: int, fence: Fence) -> None:
         self._config = config
         self._no_worker_grace_s = no_worker_grace_s
-        self._break_tie = TieBreaker(routing_seed)
         self._builder = PlanBuilder(config, fence, self._preempt)
-        self._queue = FairQueue()
         self._book = RequestBook()
-        self._workers: dict[WorkerId, WorkerView] = {}
-        self._to_plan: dict[WorkerId, None] = {}  # workers whose next plan may differ from "repeat"
         self._seq_ids = count(1)
         self._model: ModelCard | None = None
         self._rate = PrefillRate()
+        self._placing = Placing(config, self._rate, routing_seed=routing_seed)
+        self._workers = self._placing.workers
+        self._queue = self._placing.queue
         self._num_preemptions = 0
         self._num_displaced = 0
         self._no_worker_since_s: float | None = None
@@ -92,24 +93,43 @@ class Engine:
                 worker = self._workers.get(worker_id)
                 if worker is not None and worker.epoch == epoch:
                     self._take_report(worker, report)
-            case PullReported() | TierChanged() | RoleChanged():
-                pass
+            case PullReported(worker_id, epoch, report):
+                worker = self._workers.get(worker_id)
+                if worker is not None and worker.epoch == epoch:
+                    self._placing.pull_reported(worker, report, now)
+            case TierChanged(worker_id, epoch, units):
+                worker = self._workers.get(worker_id)
+                if worker is not None and worker.epoch == epoch:
+                    worker.has_lower_tiers = True
+                    self._commands.append(self._placing.prefixes.tier_changed(worker, units))
+            case RoleChanged(worker_id, role):
+                worker = self._workers.get(worker_id)
+                if worker is not None:
+                    worker.role = role
             case Tick():
                 self._give_up_without_workers()
+                self._placing.expire_pulls(now)
             case FenceLost():
                 self._fence_lost = True
                 return []
             case _:
                 assert_never(event)
         self._schedule()
+        self._commands += self._placing.index_changes()
         commands, self._commands = self._commands, []
         return commands
 
+    @property
+    def twin(self) -> PrefixTwin:
+        """Which worker holds which computed unit, by tier."""
+        return self._placing.prefixes.twin
+
     def stats(self) -> EngineStats:
         workers = [
-            WorkerStats(w.worker_id, len(w.running), w.pool.num_pages, w.pool.counts()) for w in self._workers.values()
+            WorkerStats(w.worker_id, len(w.running), w.pool.num_pages, w.pool.counts(), w.role, w.num_pulls)
+            for w in self._workers.values()
         ]
-        longest = max((w.capacity_slots for w in self._workers.values()), default=0)
+        longest = max((w.capacity_slots for w in decoders(self._workers.values())), default=0)
         return EngineStats(
             waiting=len(self._queue),
             running=sum(w.running for w in workers),
@@ -154,7 +174,7 @@ class Engine:
         elif self._book.was_cancelled(spec.request_id):
             self._end_request(request, FinishReason.CANCELLED)
         else:
-            self._queue.push(request.held_back.pop(0))
+            self._placing.enqueue(request.held_back.pop(0))
 
     def _cancel(self, event: CancelRequested) -> None:
         request = self._book.live.get(event.request_id)
@@ -181,7 +201,7 @@ class Engine:
             return
         if seq.state is SeqState.RUNNING:
             self._queue.leave(seq)
-            self._take_off_worker(seq, worker_knows=by_worker)
+            self._placing.take_off(seq, worker_knows=by_worker)
             seq.state = SeqState.FINISHED
         elif seq in request.held_back:
             request.held_back.remove(seq)
@@ -207,7 +227,7 @@ class Engine:
     def _release_siblings(self, request: LiveRequest) -> None:
         """The first choice's prompt is on its way: the others can share its pages now."""
         for sibling in request.held_back:
-            self._queue.push(sibling)
+            self._placing.enqueue(sibling)
         request.held_back = []
 
     # -- workers come and go ---------------------------------------------------------------------------------------
@@ -217,19 +237,19 @@ class Engine:
         if known is not None:
             self._lose_worker(known, WorkerLost(f"worker {known.worker_id} started again"))
         self._model = event.info.model
-        self._workers[event.info.worker_id] = WorkerView(event.info, event.residents, self._config)
+        worker = WorkerView(event.info, event.residents, self._config)
+        self._commands += self._placing.worker_up(worker, event.tiers)
         self._no_worker_since_s = None
 
     def _lose_worker(self, worker: WorkerView, error: MeshError) -> None:
         """Its sequences go back to the queue with what they published; the one recovery path (design §4)."""
-        del self._workers[worker.worker_id]
-        self._to_plan.pop(worker.worker_id, None)
+        self._placing.worker_down(worker)
         if not self._workers:
             self._no_worker_since_s = self._now
         for seq in list(worker.running.values()):
             self._num_displaced += 1
             seq.request.timeline.worker_lost_s.append(self._now)
-            self._requeue(seq)
+            self._placing.requeue(seq, self._now)
         self._blame(list({id(seq.request): seq.request for seq in worker.running.values()}.values()), error)
 
     def _blame(self, present: list[LiveRequest], error: MeshError) -> None:
@@ -256,25 +276,8 @@ class Engine:
         self._num_preemptions += 1
         seq.request.stats.preemptions += 1
         seq.request.timeline.preempted_s.append(self._now)
-        self._take_off_worker(seq)
-        self._requeue(seq)
-
-    def _take_off_worker(self, seq: Sequence, *, worker_knows: bool = False) -> None:
-        worker = seq.worker
-        assert worker is not None
-        worker.remove(seq)
-        if not worker_knows:
-            worker.pending_releases.append(Release(seq.seq_id, seq.incarnation))
-        worker.pool.release(reversed(seq.pages))
-        self._to_plan[worker.worker_id] = None
-
-    def _requeue(self, seq: Sequence) -> None:
-        seq.leave_worker()
-        seq.requeued = True
-        seq.queued_s = self._now
-        seq.request.note_stall(self._now)
-        self._queue.push(seq)
-        self._queue.leave(seq)
+        self._placing.take_off(seq)
+        self._placing.requeue(seq, self._now)
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
@@ -294,18 +297,19 @@ class Engine:
             seq = running.get(progress.seq_id)
             if seq is not None and seq.incarnation == progress.incarnation:
                 self._advance(worker, seq, progress)
-        self._to_plan[worker.worker_id] = None
+        self._placing.to_plan[worker.worker_id] = None
 
     def _advance(self, worker: WorkerView, seq: Sequence, progress: Progress) -> None:
         if progress.num_computed > seq.num_computed:
             seq.num_computed = progress.num_computed
         if progress.tokens and not self._append_tokens(seq, progress):
             # The worker is ahead of what we were told: start over from the tokens we know.
-            self._take_off_worker(seq)
-            self._requeue(seq)
+            self._placing.take_off(seq)
+            self._placing.requeue(seq, self._now)
             return
         if seq.num_computed >= (seq.num_published + 1) * UNIT_TOKENS:
-            publish_units(worker, seq, seq.num_computed)
+            for page, unit_hash in publish_units(worker, seq, seq.num_computed):
+                worker.pool.mark_computed(page, unit_hash)
         if seq.num_computed >= seq.renew_at:
             worker.watch_grant(seq)
         if progress.finish_reason is FinishReason.ERROR:
@@ -329,7 +333,7 @@ class Engine:
         if not tokens:
             return True
         seq.tokens += tokens
-        self._queue.charge(seq, OUTPUT_WEIGHT * len(tokens))
+        charge(seq, OUTPUT_WEIGHT * len(tokens))
         if self._has_faults:
             seq.request.faults = 0
         if not seq.has_streamed:
@@ -343,29 +347,34 @@ class Engine:
 
     def _schedule(self) -> None:
         """Place what waits, then plan every worker that something changed on, until nothing moves."""
+        to_plan = self._placing.to_plan
+        for seq in self._placing.hand_off(self._now):
+            self._release_siblings(seq.request)
         self._place_waiting()
-        while self._to_plan:
-            worker = self._workers[next(iter(self._to_plan))]
-            del self._to_plan[worker.worker_id]
+        while to_plan:
+            worker = self._workers[next(iter(to_plan))]
+            del to_plan[worker.worker_id]
             while (plan := self._builder.next_plan(worker)) is not None:
                 self._commands.append(DispatchPlan(worker.worker_id, worker.epoch, plan))
                 for chunk in plan.prefill_chunks:
-                    if chunk.children:
-                        self._release_siblings(worker.running[chunk.seq_id].request)
+                    seq = worker.running[chunk.seq_id]
+                    if chunk.children and not seq.hands_off:  # else where it is decoded: they follow it there
+                        self._release_siblings(seq.request)
                 self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Admit from the head of the queue; a head without room blocks those behind it, so that nobody starves."""
-        while self._workers and (seq := self._queue.peek()) is not None:
-            if self._already_over(seq):
-                continue
-            placements = [p for w in self._workers.values() if (p := place(seq, w, self._config)) is not None]
-            if placements:
-                self._admit(seq, choose(placements, self._break_tie), placements)
-            elif not any(fits_ever(seq, w) for w in self._workers.values()):
-                self._end_request(seq.request, FinishReason.ERROR, too_large(seq, self._workers.values()))
-            else:
-                return
+        """Admit from the head of each queue; a head without room blocks those behind it, and the workers it waits for
+        are closed to other queues, so that nobody starves."""
+        closed = set(self._placing.awaited)
+        for queue in self._queue.heads():
+            while self._workers and (seq := queue.peek()) is not None:
+                if self._already_over(seq) or self._placing.admit(seq, closed, self._now):
+                    continue
+                if not self._placing.fits_nowhere(seq):
+                    closed.update(self._placing.suited(seq))
+                    break
+                error = too_large(seq, decoders(self._workers.values()))
+                self._end_request(seq.request, FinishReason.ERROR, error)
 
     def _already_over(self, seq: Sequence) -> bool:
         """A sequence taken over from an earlier scheduler may have had its last token already."""
@@ -380,21 +389,3 @@ class Engine:
         elif seq.num_output >= sampling.max_tokens:
             self._end_choice(seq, FinishReason.LENGTH)
         return seq.state is SeqState.FINISHED
-
-    def _admit(self, seq: Sequence, chosen: Placement, placements: list[Placement]) -> None:
-        admission = Admission(
-            choice=seq.choice,
-            queued_s=seq.queued_s,
-            admitted_s=self._now,
-            worker_id=chosen.worker.worker_id,
-            cached_tokens=chosen.num_cached,
-            candidates=tuple(p.candidate for p in placements),
-            resumed=seq.requeued,
-        )
-        self._queue.pop(seq)
-        occupy(seq, chosen)
-        self._to_plan[chosen.worker.worker_id] = None
-        seq.request.note_admission(admission)
-        if not seq.requeued:
-            uncached = len(seq.tokens) - chosen.num_cached
-            self._queue.charge(seq, INPUT_WEIGHT * uncached + CACHED_WEIGHT * chosen.num_cached)

@@ -101,7 +101,7 @@ class Publisher:
     def __init__(
         self, redis_url: str, cell: str, lease: Lease, pending: PendingRequests, clock: Clock, metrics: SchedulerMetrics
     ) -> None:
-        self._redis = open_redis(redis_url, on_connect=self._on_connect)
+        self._redis = open_redis(redis_url, cell=cell, on_connect=self._on_connect)
         self._cell = cell
         self._lease = lease
         self._fence = lease.fence
@@ -221,16 +221,16 @@ class Publisher:
         renewed = [g for g in gateways if now - self._ttl_renewed_s.get(g, -inf) >= RENEW_TTL_S]
         async with self._redis.pipeline(transaction=False) as pipe:
             for entry in entries:
-                stream = keys.replies(entry.gateway_id)
+                stream = keys.replies(self._cell, entry.gateway_id)
                 pipe.xadd(stream, entry.fields, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
             for gateway_id in renewed:
-                pipe.expire(keys.replies(gateway_id), keys.REPLIES_IDLE_TTL_S)
+                pipe.expire(keys.replies(self._cell, gateway_id), keys.REPLIES_IDLE_TTL_S)
             results = (await execute_each(pipe))[: len(entries)]
         if renewed:
             fresh = {g: renewed_s for g, renewed_s in self._ttl_renewed_s.items() if now - renewed_s < RENEW_TTL_S}
             self._ttl_renewed_s = fresh | dict.fromkeys(renewed, now)
         return [
-            None if self._refused.note(keys.replies(entry.gateway_id), result) else result
+            None if self._refused.note(keys.replies(self._cell, entry.gateway_id), result) else result
             for entry, result in zip(entries, results, strict=True)
         ]
 

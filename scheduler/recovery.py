@@ -181,11 +181,12 @@ class Recovery:
         marker: Any = ReplyEntry(self._fence, []).encode()
         async with self._redis.pipeline(transaction=False) as pipe:
             for gateway_id in gateways:
-                pipe.xadd(keys.replies(gateway_id), marker, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
-                pipe.expire(keys.replies(gateway_id), keys.REPLIES_IDLE_TTL_S)
+                stream = keys.replies(self._cell, gateway_id)
+                pipe.xadd(stream, marker, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
+                pipe.expire(stream, keys.REPLIES_IDLE_TTL_S)
             results = (await execute_each(pipe))[::2]
         return {
-            gateway_id: None if self._refused.note(keys.replies(gateway_id), result) else result
+            gateway_id: None if self._refused.note(keys.replies(self._cell, gateway_id), result) else result
             for gateway_id, result in zip(gateways, results, strict=True)
         }
 
@@ -205,7 +206,7 @@ class Recovery:
                     log.error("journal unreadable: %s", error.message, extra={"request_id": one.request_id})
 
     async def _read_tail(self, gateway_id: GatewayId, ours: dict[RequestId, _Found], marker: bytes) -> None:
-        stream = keys.replies(gateway_id)
+        stream = keys.replies(self._cell, gateway_id)
         position = min((one.reads_from() for one in ours.values()), key=_id_order)
         highest = Fence(0)
         while True:

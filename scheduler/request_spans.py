@@ -7,9 +7,9 @@ from typing import Final
 from observability import names
 from observability.tracing import AttributeValue, Span, Tracer
 from scheduler.clock import unix_ns
-from scheduler.commands import Admission, Timeline
+from scheduler.commands import Admission, RouteCandidate, Timeline, Transfer
 from wire.entries import RequestEntry, TerminalReply
-from wire.ids import RequestId
+from wire.ids import UNIT_TOKENS, RequestId
 
 MAX_ROUTE_CANDIDATES: Final = 16
 
@@ -57,6 +57,7 @@ class RequestSpans:
                 names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: stats.cached_tokens,
                 names.PREEMPTIONS: stats.preemptions,
                 names.STALL_SECONDS: stats.stall_s,
+                names.TRANSFER_SECONDS: stats.transfer_s,
             }
         )
         if terminal.error_code is not None:
@@ -74,6 +75,8 @@ class RequestSpans:
     def _draw(self, span: Span, timeline: Timeline) -> None:
         for admission in timeline.admissions:
             self._draw_admission(span.traceparent, admission)
+        for transfer in timeline.transfers:
+            self._draw_transfer(span.traceparent, transfer)
         for at_s in timeline.preempted_s:
             span.event(names.EVENT_PREEMPTED, at_unix_ns=unix_ns(at_s))
         for at_s in timeline.worker_lost_s:
@@ -87,7 +90,6 @@ class RequestSpans:
         about: dict[str, AttributeValue] = {names.CHOICE: admission.choice, names.RESUMED: admission.resumed}
         queue = self._tracer.start_span(names.SPAN_QUEUE, parent=parent, start_unix_ns=queued_ns, attributes=about)
         queue.end(admitted_ns)
-        candidates = admission.candidates[:MAX_ROUTE_CANDIDATES]
         route = self._tracer.start_span(
             names.SPAN_ROUTE,
             parent=parent,
@@ -95,9 +97,49 @@ class RequestSpans:
             attributes={
                 **about,
                 names.WORKER_ID: admission.worker_id,
+                names.ROLE: admission.role,
                 names.CACHED_TOKENS: admission.cached_tokens,
-                names.ROUTE_WORKERS: [candidate.worker_id for candidate in candidates],
-                names.ROUTE_COSTS: [candidate.cost for candidate in candidates],
+                names.PREDICTED_CACHED_TOKENS: admission.predicted_cached_tokens,
+                names.PULLED_TOKENS: admission.pulled_tokens,
+                **({} if admission.pull_source is None else {names.PULL_SOURCE: admission.pull_source}),
+                **_terms(admission.candidates[:MAX_ROUTE_CANDIDATES]),
             },
         )
         route.end(admitted_ns)
+
+    def _draw_transfer(self, parent: str, transfer: Transfer) -> None:
+        span = self._tracer.start_span(
+            names.SPAN_KV_TRANSFER,
+            parent=parent,
+            start_unix_ns=unix_ns(transfer.begun_s),
+            attributes={
+                names.CHOICE: transfer.choice,
+                names.TRANSFER_SOURCE: transfer.source,
+                names.TRANSFER_TARGET: transfer.target,
+                names.TRANSFER_TOKENS: transfer.num_units * UNIT_TOKENS,
+                names.TRANSFER_BYTES: transfer.num_bytes,
+                names.TRANSFER_TRANSPORT: transfer.transport,
+                names.TRANSFER_HANDOFF: transfer.is_handoff,
+            },
+        )
+        if transfer.failure is not None:
+            span.fail(transfer.failure)
+        span.end(unix_ns(transfer.ended_s))
+
+
+def _terms(candidates: tuple[RouteCandidate, ...]) -> dict[str, AttributeValue]:
+    """Every candidate's cost, term by term, as arrays that align."""
+    return {
+        names.ROUTE_WORKERS: [candidate.worker_id for candidate in candidates],
+        names.ROUTE_COSTS: [candidate.cost for candidate in candidates],
+        names.ROUTE_UNCACHED_TOKENS: [candidate.uncached_tokens for candidate in candidates],
+        names.ROUTE_QUEUED_TOKENS: [candidate.queued_prefill_tokens for candidate in candidates],
+        names.ROUTE_KV_PRESSURE: [candidate.kv_pressure for candidate in candidates],
+        names.ROUTE_ACTIVE_DECODES: [candidate.active_decodes for candidate in candidates],
+        names.ROUTE_PULL_COSTS: [candidate.pull_cost_tokens for candidate in candidates],
+        names.ROUTE_DISTURBED_DECODES: [candidate.disturbed_decodes for candidate in candidates],
+        names.ROUTE_PULLED_TOKENS: [candidate.pulled_tokens for candidate in candidates],
+        names.ROUTE_PULL_SOURCES: [candidate.pull_source for candidate in candidates],
+        names.ROUTE_PREDICTED_PREFILL_S: [candidate.predicted_prefill_s for candidate in candidates],
+        names.ROUTE_PREDICTED_PULL_S: [candidate.predicted_pull_s for candidate in candidates],
+    }

@@ -1,6 +1,6 @@
 """One choice of one request, as the engine follows it. Pure.
 
-    prefill   [0, num_cached) reused | [num_cached, num_dispatched) sent | [num_dispatched, prefill_end) to do
+    prefill   [0, num_cached) reused or pulled | [num_cached, num_dispatched) sent | [num_dispatched, prefill_end) to do
     decode    the worker owns the next position; we learn it from reports: num_computed
 
 `tokens` holds the prompt and every output token that was reported: `[0, num_prompt) prompt | [num_prompt, len) output`.
@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvstore.prefix_hash import chain
-from scheduler.commands import Admission, Timeline
+from scheduler.commands import Admission, Timeline, Transfer
 from scheduler.events import Request
 from wire.entries import RequestStats, TerminalReply
 from wire.errors import MeshError
@@ -23,6 +23,9 @@ from wire.sampling import FinishReason
 
 if TYPE_CHECKING:
     from scheduler.policy.fair_queue import Tenant
+    from scheduler.policy.handoff import Handoff
+    from scheduler.policy.pool_queues import Pools
+    from scheduler.policy.transfers import Pull
     from scheduler.worker_view import WorkerView
 
 
@@ -76,6 +79,17 @@ class Sequence:
     """Of every full unit of `tokens` known so far."""
     requeued: bool = False
     """Was admitted before; goes first in its tenant's queue and is not charged again."""
+    pull: Pull | None = None
+    """Brings [first page without KV, num_cached) into its pages; nothing of it is dispatched before."""
+    hands_off: bool = False
+    """Only prefilled where it runs: another worker decodes it (policy/handoff.py)."""
+    handoff: Handoff | None = None
+    parked_s: float | None = None
+    """Since when nothing of it runs: it is prefilled, and another worker has not got all of it yet."""
+    pools: Pools = ()
+    """Whose queue it waits in; empty until it waited."""
+    local_only: bool = False
+    """A transfer of its KV failed: it is computed where it decodes."""
 
     def __post_init__(self) -> None:
         self.request_id, self.gateway_id = self.request.spec.request_id, self.request.spec.gateway_id
@@ -109,6 +123,8 @@ class Sequence:
         """Back to the queue's state; the caller has dealt with the pages."""
         self.state = SeqState.WAITING
         self.worker = None
+        self.pull = self.handoff = self.parked_s = None
+        self.hands_off = False
         self.pages = []
         self.granted_slots = self.renew_at = 0
         self.num_shared_pages = self.num_cached = self.num_published = 0
@@ -133,6 +149,8 @@ class LiveRequest:
     stats: RequestStats = field(default_factory=RequestStats)
     timeline: Timeline = field(default_factory=lambda: Timeline(arrived_s=0.0))
     stalled_since_s: float | None = None
+    handoff_s: float = 0.0
+    """Of stats.transfer_s, what came after the first token."""
     faults: int = 0
     """Steps that failed and workers that died under it since its last token."""
 
@@ -154,7 +172,24 @@ class LiveRequest:
         """The first token of one of its choices."""
         if self.timeline.first_token_s is None:
             self.timeline.first_token_s = now
-            self.stats.prefill_s = now - self.timeline.admissions[0].admitted_s
+            self.stats.prefill_s = max(0.0, now - self.timeline.admissions[0].admitted_s - self.stats.transfer_s)
+
+    def note_transfer(self, transfer: Transfer, now: float) -> None:
+        """KV of one of its sequences arrived, or did not; nothing of that one ran meanwhile, unless it is handed off
+        while it is prefilled."""
+        self.timeline.transfers.append(transfer)
+        if not transfer.is_handoff:
+            self.stats.transfer_s += now - transfer.begun_s
+
+    def note_cached(self, num_tokens: int) -> None:
+        """What a pull brought at the first admission is a cache hit as well."""
+        if len(self.timeline.admissions) == 1:
+            self.stats.cached_tokens = num_tokens
+
+    def note_handoff(self, parked_s: float, now: float) -> None:
+        """It goes on decoding on another worker, after nothing of it ran since parked_s."""
+        self.stats.transfer_s += now - parked_s
+        self.handoff_s += now - parked_s
 
     def note_stall(self, now: float) -> None:
         """One of its sequences waits again: a stall, if the client has read something already."""
@@ -169,7 +204,7 @@ class LiveRequest:
         if self.stalled_since_s is not None:
             stats.stall_s += now - self.stalled_since_s
         if timeline.first_token_s is not None:
-            stats.decode_s = max(0.0, now - timeline.first_token_s - stats.stall_s)
+            stats.decode_s = max(0.0, now - timeline.first_token_s - stats.stall_s - self.handoff_s)
         return TerminalReply(
             self.spec.request_id,
             error_code=error.code if error else None,

@@ -8,9 +8,11 @@ from typing import Final, Protocol, assert_never
 
 from observability.metrics import SchedulerMetrics
 from scheduler.clock import Clock
-from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
-from scheduler.events import Event, StepReported, Tick, WorkerDown, WorkerUp
+from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply, UpdateIndex
+from scheduler.events import Event, PullReported, StepReported, Tick, WorkerDown, WorkerUp
+from scheduler.index_writer import IndexWriter
 from scheduler.publisher import Publisher
+from scheduler.pull_metrics import observe_hits, observe_pull
 from scheduler.stats import EngineStats
 from scheduler.terminals import Terminals
 
@@ -40,6 +42,7 @@ class Service:
         workers_changed: Callable[[], None],
         publisher: Publisher,
         terminals: Terminals,
+        index: IndexWriter,
         metrics: SchedulerMetrics,
     ) -> None:
         self._engine = engine
@@ -49,6 +52,7 @@ class Service:
         self._workers_changed = workers_changed
         self._publisher = publisher
         self._terminals = terminals
+        self._index = index
         self._metrics = metrics
         self._model_name = ""
 
@@ -74,6 +78,8 @@ class Service:
                         self._dispatch(command)
                     case PublishReply() | FinishRequest():
                         replies.append(command)
+                    case UpdateIndex():
+                        self._index.update(command)
                     case _:
                         assert_never(command)
             self._observe(event)
@@ -108,6 +114,7 @@ class Service:
             self._metrics.queue_time_s.labels(self._model_name).observe(stats.queue_s)
             self._metrics.prefix_cache_queries.labels(self._model_name).inc(stats.prompt_tokens)
             self._metrics.prefix_cache_hits.labels(self._model_name).inc(stats.cached_tokens)
+            observe_hits(self._metrics, command.timeline)
 
     def _observe(self, event: Event) -> None:
         match event:
@@ -119,8 +126,11 @@ class Service:
                     prefill_tokens=timing.prefill_tokens,
                     decode_tokens=timing.decode_tokens,
                 )
+            case PullReported(_, _, report) if report.done:
+                observe_pull(self._metrics, report)
             case WorkerUp(info, _):
                 self._model_name = info.model.name
                 self._workers_changed()
-            case WorkerDown():
+            case WorkerDown(worker_id, epoch, _):
+                self._index.worker_down(worker_id, epoch)
                 self._workers_changed()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvstore.page_pool import PoolCounts
 from wire.ids import WorkerId
-from wire.plan import ModelCard, StepTiming
+from wire.plan import ModelCard, Role, StepTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,9 @@ class WorkerStats:
     running: int
     num_pages: int
     pages: PoolCounts
+    role: Role = Role.BOTH
+    num_pulling: int = 0
+    """Pulls into its pages that are not over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from scheduler.clock import Clock
 from scheduler.commands import DispatchPlan
 from scheduler.events import Event, WorkerUp
 from scheduler.lease import Lease
-from scheduler.redis_io import REDIS_ERRORS, Patience, decoded
+from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, decoded, execute_each
+from scheduler.role_wishes import RoleWishes
 from scheduler.worker_link import WorkerLink
 from wire import keys
 from wire.entries import WorkerEntry
@@ -52,6 +53,8 @@ class WorkerRegistry:
         self._is_idle = is_idle
         self._model: ModelCard | None = None
         self._links: dict[WorkerId, WorkerLink] = {}
+        self._roles = RoleWishes()
+        self._refused = RefusedKeys(log)
         self.fence = lease.fence
         self.scheduler_id = scheduler_id
         self.inbox = inbox
@@ -75,18 +78,26 @@ class WorkerRegistry:
                     continue
                 patience.success()
                 self._follow(registered, tasks)
+                await self._tell_roles()
                 await asyncio.sleep(POLL_S)
 
     async def _read(self) -> dict[WorkerId, WorkerEntry]:
         live = await self._redis.zrangebyscore(keys.workers(self._cell), self._clock.now(), "+inf")
         worker_ids = [WorkerId(name) for name in decoded(live)]
+        known = sorted({*worker_ids, *self._links})  # a session outlives its registration
+        if not known:
+            return {}
+        roles = keys.roles(self._cell)
         async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(roles, known)
             for worker_id in worker_ids:
                 pipe.hgetall(keys.worker(self._cell, worker_id))
-            raws = await pipe.execute()
+            wishes, *raws = await execute_each(pipe)
+        if not self._refused.note(roles, wishes):
+            self._roles.read(known, wishes)
         registered: dict[WorkerId, WorkerEntry] = {}
         for worker_id, raw in zip(worker_ids, raws, strict=True):
-            if not raw:
+            if not raw or self._refused.note(keys.worker(self._cell, worker_id), raw):
                 continue
             try:
                 registered[worker_id] = WorkerEntry.decode(raw)
@@ -102,9 +113,15 @@ class WorkerRegistry:
                 self._links[worker_id] = WorkerLink(entry, self)
                 tasks.create_task(self._keep(worker_id))
 
+    async def _tell_roles(self) -> None:
+        for worker_id, link in list(self._links.items()):
+            if link.epoch is not None and (change := self._roles.change(worker_id)):
+                await self.inbox.put(change)
+
     async def _keep(self, worker_id: WorkerId) -> None:
         await self._links[worker_id].run()
         del self._links[worker_id]
+        self._roles.forget(worker_id)
 
     # -- scheduler.worker_link.LinkOwner -----------------------------------------------------------------------
 
@@ -125,6 +142,8 @@ class WorkerRegistry:
             log.warning("the cell serves another model now: %s", self._model)
             await self._model_known(self._model)  # waits for nothing: none is held
         await self.inbox.put(event)
+        if change := self._roles.worker_up(event.info):
+            await self.inbox.put(change)
         await self._model_known(event.info.model)
 
     async def fence_doubted(self) -> None:

@@ -2,7 +2,8 @@
 
 A report touches only the sequences it names; what else a plan must know is kept up to date as they change:
 
-    running    prefilling: chunks left to send  ─▸  decoding: stepped by every plan
+    running    pulling: its KV is on the way ─▸ prefilling: chunks left to send ─▸ decoding: stepped by every plan
+                                                                              └▸ parked: decoded by another worker
     grants     | … enough for a lease | renewable: fewer slots left than a lease | urgent: fewer than half a lease |
 """
 
@@ -15,8 +16,8 @@ from kvstore.page_pool import PagePool
 from scheduler.policy.step_time import StepTimeModel
 from scheduler.sequence import Sequence
 from wire.config import BatchingConfig
-from wire.ids import PageId, PlanId, SeqId
-from wire.plan import Decode, PageCopy, PageGrant, PageUnits, Release, StepPlan, StepReport, WorkerInfo
+from wire.ids import PageId, PlanId, PullId, SeqId, UnitHash
+from wire.plan import Decode, KvPull, PageCopy, PageGrant, PageUnits, Release, Role, StepPlan, StepReport, WorkerInfo
 
 NEVER = 1 << 62
 """A position that no sequence reaches."""
@@ -29,6 +30,8 @@ class InFlightPlan:
     """Steps reported so far; a report with a lower number is a repeat."""
     pinned: list[PageId] = field(default_factory=list)
     """Sources of its page copies, held until it is reported."""
+    published: list[tuple[PageId, UnitHash]] = field(default_factory=list)
+    """Units that its chunks compute."""
 
 
 class WorkerView:
@@ -36,6 +39,8 @@ class WorkerView:
         self.info = info
         self.worker_id = info.worker_id
         self.epoch = info.epoch
+        self.role = info.role
+        self.has_lower_tiers = False
         self.page_size = info.page_size
         self.pool = PagePool(info.num_pages, info.page_size, info.unit_tokens)
         self.pool.adopt(residents)
@@ -43,14 +48,22 @@ class WorkerView:
         self.running: dict[SeqId, Sequence] = {}  # in order of admission, as `prefilling` is
         self.prefilling: dict[SeqId, Sequence] = {}
         self.decoding: dict[SeqId, Sequence] = {}  # where they take turns: least recently stepped first
+        self.pulling: dict[SeqId, Sequence] = {}
+        self.parked: dict[SeqId, Sequence] = {}
+        self.incoming: dict[SeqId, Sequence] = {}
+        """Run elsewhere, and hold pages here: they are being handed off to this worker."""
         self.queued_prefill_tokens = 0
-        """Of `prefilling`, not yet sent."""
+        """Of `prefilling` and `pulling`, not yet sent."""
         self.renewable: dict[SeqId, Sequence] = {}
         self.urgent: dict[SeqId, Sequence] = {}
         self.in_flight: list[InFlightPlan] = []  # oldest first
         self.pending_releases: list[Release] = []
         self.pending_copies: list[PageCopy] = []
         self.pending_pins: list[PageId] = []
+        self.pending_pulls: list[KvPull] = []
+        self.pending_cancels: list[PullId] = []
+        self.num_pulls = 0
+        """Under way into this worker, whether somebody waits for them or not."""
         self.admission_barrier: PlanId | None = None
         """Plan that preempted: nothing is admitted until it is reported."""
         self.slots_ahead = config.max_lease_steps + config.max_queued_plans
@@ -65,21 +78,53 @@ class WorkerView:
     def num_step_plans(self) -> int:
         return sum(1 for f in self.in_flight if f.plan.max_steps)
 
+    @property
+    def takes_prompts(self) -> bool:
+        return self.role is not Role.DECODE
+
+    @property
+    def takes_decodes(self) -> bool:
+        return self.role is not Role.PREFILL
+
+    def suits(self, num_prompt: int) -> bool:
+        """It belongs to the pool for prompts of this length."""
+        longest = self.info.max_prompt_tokens
+        return self.info.min_prompt_tokens <= num_prompt and (not longest or num_prompt <= longest)
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that hold pages here."""
+        return len(self.running) + len(self.incoming)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Something must be said to the worker, whether it steps or not."""
+        return bool(self.pending_releases or self.pending_pulls or self.pending_cancels)
+
     # -- sequences -------------------------------------------------------------------------------------------------
 
     def admit(self, seq: Sequence) -> None:
         """Run a sequence that holds its pages; nothing of it was dispatched."""
         seq.decode = Decode(seq.seq_id, seq.incarnation)
         seq.renew_at = NEVER
-        self.running[seq.seq_id] = self.prefilling[seq.seq_id] = seq
+        self.running[seq.seq_id] = seq
+        group = self.pulling if seq.pull is not None else self.prefilling
+        group[seq.seq_id] = seq
         self.queued_prefill_tokens += seq.prefill_end - seq.num_dispatched
+
+    def start_prefilling(self, seq: Sequence, num_cached: int) -> None:
+        """The pull of a sequence is over: positions [0, num_cached) lie in its pages."""
+        del self.pulling[seq.seq_id]
+        self.queued_prefill_tokens += seq.num_dispatched - num_cached
+        seq.num_cached = seq.num_dispatched = seq.num_computed = num_cached
+        self.prefilling[seq.seq_id] = seq
 
     def remove(self, seq: Sequence) -> None:
         """A running sequence ended or is preempted; its pages are the caller's business."""
         del self.running[seq.seq_id]
-        if self.prefilling.pop(seq.seq_id, None) is not None:
+        if (self.prefilling.pop(seq.seq_id, None) or self.pulling.pop(seq.seq_id, None)) is not None:
             self.queued_prefill_tokens -= seq.prefill_end - seq.num_dispatched
-        else:
+        elif self.parked.pop(seq.seq_id, None) is None:
             del self.decoding[seq.seq_id]
             self.renewable.pop(seq.seq_id, None)
             self.urgent.pop(seq.seq_id, None)
@@ -89,9 +134,23 @@ class WorkerView:
         seq.num_dispatched += num_tokens
         self.queued_prefill_tokens -= num_tokens
 
-    def start_decoding(self, seq: Sequence) -> None:
-        """All of a sequence's prefill is in plans: from the next plan on it decodes."""
+    def end_prefilling(self, seq: Sequence) -> None:
+        """All of a sequence's prefill is in plans: from the next plan on it decodes, here or on another worker."""
         del self.prefilling[seq.seq_id]
+        if seq.hands_off:
+            self.parked[seq.seq_id] = seq
+        else:
+            self._start_decoding(seq)
+
+    def unpark(self, seq: Sequence) -> bool:
+        """It is to be decoded here after all; False: it is not parked yet, and will never be."""
+        seq.hands_off = False
+        if self.parked.pop(seq.seq_id, None) is None:
+            return False
+        self._start_decoding(seq)
+        return True
+
+    def _start_decoding(self, seq: Sequence) -> None:
         self.decoding[seq.seq_id] = seq
         self.watch_grant(seq)
 
@@ -164,7 +223,9 @@ class WorkerView:
         reported.next_step = report.step + 1
         for flight in self.in_flight[: position + 1]:
             self.pool.release(flight.pinned)
-            flight.pinned = []
+            for page, unit_hash in flight.published:
+                self.pool.mark_computed(page, unit_hash)
+            flight.pinned, flight.published = [], []
         del self.in_flight[:over]
         if self.admission_barrier is not None and report.plan_id >= self.admission_barrier:
             self.admission_barrier = None

@@ -80,6 +80,9 @@ class Body:
     def nested(self, name: str) -> Body:
         return Body(self.raw(name), f"{self._what}: {name}")
 
+    def nested_list(self, name: str) -> list[Body]:
+        return [Body(item, f"{self._what}: {name}") for item in self._items(name)]
+
     def is_null(self, name: str) -> bool:
         return self.raw(name) is None
 

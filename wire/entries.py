@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from wire.body import I32, U32, U64, Body
 from wire.errors import EntryMalformed
 from wire.ids import Fence, GatewayId, RequestId, WorkerId
+from wire.plan import Role
 from wire.sampling import SamplingParams, TokenLogprobs
 
 VERSION = 1
@@ -174,6 +175,8 @@ class RequestStats:
     output_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    """KV on its way from another worker or a lower tier while nothing of the request ran."""
     decode_s: float = 0.0
     stall_s: float = 0.0
     preemptions: int = 0
@@ -267,6 +270,7 @@ def _stats(body: Body) -> RequestStats:
         output_tokens=body.integer("output_tokens", 0, U32),
         queue_s=body.number("queue_s"),
         prefill_s=body.number("prefill_s"),
+        transfer_s=body.number("transfer_s"),
         decode_s=body.number("decode_s"),
         stall_s=body.number("stall_s"),
         preemptions=body.integer("preemptions", 0, U32),
@@ -283,6 +287,8 @@ class WorkerEntry:
     """host:port for gRPC."""
     epoch: int
     pid: int
+    role: Role = Role.BOTH
+    """Its own, which an operator's wish overrides."""
 
     def encode(self) -> RedisFields:
         return {"v": VERSION, "body": json.dumps(asdict(self))}
@@ -295,7 +301,31 @@ class WorkerEntry:
             address=body.text("address", max_length=MAX_ID),
             epoch=body.integer("epoch", 0, U64),
             pid=body.integer("pid", 0, U32),
+            role=_role(body),
         )
+
+
+def _role(body: Body) -> Role:
+    name = body.text("role", max_length=MAX_ID)
+    try:
+        return Role(name)
+    except ValueError as error:
+        raise EntryMalformed(f"role {name!r}, not one of {', '.join(Role)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CellWorker:
+    """A worker as its scheduler has it."""
+
+    worker_id: WorkerId
+    role: Role
+    """In force: its own, or what an operator wished."""
+    running: int
+    """Sequences."""
+
+    @classmethod
+    def of(cls, body: Body) -> CellWorker:
+        return cls(WorkerId(body.text("worker_id", max_length=MAX_ID)), _role(body), body.integer("running", 0, U32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +344,8 @@ class CellCard:
     fence: int
     predicted_drain_s: float = 0.0
     """How long the backlog takes: Retry-After of a 429."""
+    workers: list[CellWorker] = field(default_factory=list)
+    """The live ones, for operators."""
 
     def encode(self) -> RedisFields:
         return {"v": VERSION, "body": json.dumps(asdict(self))}
@@ -331,4 +363,5 @@ class CellCard:
             num_workers=body.integer("num_workers", 0, U32),
             fence=body.integer("fence", 0, U64),
             predicted_drain_s=body.number("predicted_drain_s", 0.0),
+            workers=[CellWorker.of(worker) for worker in body.nested_list("workers")],
         )

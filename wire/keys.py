@@ -1,12 +1,13 @@
 """Every Redis key and every lifetime, in this one file.
 
-Keys of a cell carry its hash tag `{cell}`, so a script that touches several of them stays on one slot of a
-Redis Cluster. Lifetimes are seconds; a key without one lives until its owner removes it.
+Every key carries its cell's hash tag `{cell}`, so all of a cell lies on one slot of a Redis Cluster: a script may touch
+several keys, and one node serves the cell (docs/adr/0011). Lifetimes are seconds; a key without one lives until its
+owner removes it.
 """
 
 from __future__ import annotations
 
-from wire.ids import GatewayId, RequestId, WorkerId
+from wire.ids import Epoch, GatewayId, RequestId, WorkerId
 
 LANES = ("interactive", "batch")
 """Request streams of a cell, drained in this order."""
@@ -40,9 +41,9 @@ def control(cell: str) -> str:
     return f"{{{cell}}}:control"
 
 
-def replies(gateway_id: GatewayId) -> str:
-    """Stream: tokens and terminals for one gateway (wire.entries.ReplyEntry)."""
-    return f"replies:{gateway_id}"
+def replies(cell: str, gateway_id: GatewayId) -> str:
+    """Stream: a cell's tokens and terminals for one gateway (wire.entries.ReplyEntry)."""
+    return f"{{{cell}}}:replies:{gateway_id}"
 
 
 def journal(cell: str, request_id: RequestId) -> str:
@@ -80,6 +81,31 @@ def worker(cell: str, worker_id: WorkerId) -> str:
     return f"{{{cell}}}:worker:{worker_id}"
 
 
+def roles(cell: str) -> str:
+    """Hash: worker id → the role an operator wants of it (wire.plan.Role), until he takes it back."""
+    return f"{{{cell}}}:roles"
+
+
+def prefixes(cell: str, worker_id: WorkerId, epoch: Epoch) -> str:
+    """Hash with a TTL (the worker's lease): the KV units a worker holds in one epoch (kvstore.prefix_index)."""
+    return f"{{{cell}}}:px:{worker_id}:{epoch}"
+
+
 def gateways(cell: str) -> str:
     """Sorted set: gateway id → unix time its lease lapses."""
     return f"{{{cell}}}:gateways"
+
+
+def kv_unit(cell: str, name: str) -> str:
+    """String with a TTL: one unit's KV as gpu_worker/tiers/unit_codec.py stores it. `name` is `<layout>:<hash>`."""
+    return f"{{{cell}}}:kv:{name}"
+
+
+def kv_order(cell: str) -> str:
+    """Sorted set with a TTL: `<layout>:<hash>:<bytes>` of each kv_unit → µs since 1970 when it was stored."""
+    return f"{{{cell}}}:kvorder"
+
+
+def kv_total(cell: str) -> str:
+    """Counter with a TTL: bytes of all in kv_order."""
+    return f"{{{cell}}}:kvtotal"

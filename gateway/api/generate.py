@@ -160,6 +160,7 @@ def _server_timing(stats: Sequence[RequestStats | None]) -> str | None:
     phases = {
         "queue": max(s.queue_s for s in known),
         "prefill": max(s.prefill_s for s in known),
+        "transfer": max(s.transfer_s for s in known),
         "decode": max(s.decode_s for s in known),
         "stall": max(s.stall_s for s in known),
     }

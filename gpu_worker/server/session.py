@@ -46,6 +46,8 @@ class WorkerIdentity:
     advertise_address: str
     """host:port other processes reach this worker at."""
     role: Role = Role.BOTH
+    min_prompt_tokens: int = 0
+    max_prompt_tokens: int = 0
 
 
 class _PeerClosed(Exception):
@@ -118,6 +120,8 @@ class SchedulerSession:
             num_pages=runner.num_pages,
             page_size=runner.page_size,
             unit_tokens=UNIT_TOKENS,
+            min_prompt_tokens=identity.min_prompt_tokens,
+            max_prompt_tokens=identity.max_prompt_tokens,
             unit_bytes=0 if runner.kv is None else runner.kv.unit_bytes,
             host_id=host_id(),
         )

@@ -104,7 +104,7 @@ def _redis(config: LauncherConfig, environ: Mapping[str, str]) -> str:
             return f"{redis_server.find_server()} (the stack starts its own)"
         except ConfigInvalid as error:
             raise Problem("no server", error.message) from None
-    problem = redis_server.ping(config.gateway.cell.redis_url)
+    problem = redis_server.ping(config.gateway.cell.redis_url, config.gateway.cell.cell)
     if problem:
         raise Problem(problem, "start it, or unset PHASEMESH_REDIS_URL and the stack starts its own")
     return "answers PING"

@@ -1,4 +1,4 @@
-"""`phasemesh status`: each service, how it is, and the KV pages of each worker."""
+"""`phasemesh status`: each service, how it is, and the role and KV pages of each worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 
-from observability.names import SCHEDULER_KV_PAGES
+from observability.names import SCHEDULER_KV_PAGES, SCHEDULER_WORKER_SEQUENCES
 from observability.probe import probe
 from phasemesh import redis_server
 from phasemesh.cli.options import Subparsers, add_command, add_option
@@ -25,6 +25,7 @@ examples:
 NOT_RUNNING = 3
 SCRAPE_TIMEOUT_S = 3.0
 _PAGES = re.compile(rf'^{SCHEDULER_KV_PAGES}{{state="(\w+)",worker="([^"]*)"}} (\S+)$', re.MULTILINE)
+_ROLES = re.compile(rf'^{SCHEDULER_WORKER_SEQUENCES}{{role="(\w+)",worker="([^"]*)"}} (\S+)$', re.MULTILINE)
 
 
 def add(subparsers: Subparsers) -> None:
@@ -46,11 +47,7 @@ def run(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
         healthy = healthy and problem is None
         uptime = "" if service.started_unix_s is None else _duration(time.time() - service.started_unix_s)
         print(f"{service.name:<12} {service.pid or '':>8} {uptime:>10} {service.restarts:>8}  {problem or 'ready'}")
-    for worker, pages in sorted(_pages(stack).items()):
-        total = sum(pages.values())
-        states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in pages.items())
-        print(f"\nKV pages of {worker}: {states}; {total} in all", end="")
-    print()
+    _print_workers(_scheduler_metrics(stack))
     return 0 if healthy else 1
 
 
@@ -59,21 +56,33 @@ def _problem(service: ServiceState) -> str | None:
     return ask(service.health_url)
 
 
-def _pages(stack: StackState) -> dict[str, dict[str, int]]:
-    """Worker id → page state → pages, as the scheduler exports them; empty while it does not answer."""
+def _print_workers(exported: str) -> None:
+    """Role, running sequences and KV pages of each worker, as the scheduler exports them."""
+    pages: dict[str, dict[str, int]] = {}
+    for state, worker, count in _PAGES.findall(exported):
+        pages.setdefault(worker, {})[state] = int(float(count))
+    roles = {worker: (role, int(float(running))) for role, worker, running in _ROLES.findall(exported)}
+    for worker in sorted({*pages, *roles}):
+        print()
+        if worker in roles:
+            role, running = roles[worker]
+            print(f"role of {worker}: {role}, {running} sequence(s) running")
+        if worker in pages:
+            states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in pages[worker].items())
+            print(f"KV pages of {worker}: {states}; {sum(pages[worker].values())} in all")
+
+
+def _scheduler_metrics(stack: StackState) -> str:
+    """What a scrape of the scheduler says; empty while it does not answer."""
     scheduler = next((s for s in stack.services if s.name == "scheduler"), None)
     if scheduler is None:
-        return {}
+        return ""
     url = scheduler.health_url.removesuffix("/health") + "/metrics"
     try:
         with urllib.request.urlopen(url, timeout=SCRAPE_TIMEOUT_S) as response:
-            text = response.read().decode()
+            return str(response.read().decode())
     except OSError:
-        return {}
-    pages: dict[str, dict[str, int]] = {}
-    for state, worker, count in _PAGES.findall(text):
-        pages.setdefault(worker, {})[state] = int(float(count))
-    return pages
+        return ""
 
 
 def _duration(seconds: float) -> str:

@@ -32,6 +32,7 @@ examples:
   phasemesh up                                      the default model at http://127.0.0.1:8000/v1
   phasemesh up --model ~/models/Qwen3-0.6B          a Hugging Face directory of the Llama family
   phasemesh up --workers 2 --port 9000              two workers, which share the cores
+  phasemesh up --workers 3 --roles prefill,decode,decode    prompts and outputs apart (docs/disaggregation.md)
   phasemesh up --state-dir /tmp/two --port 8001     a second stack beside the first
   phasemesh up --simulate                           no model is run: the mesh itself, with made-up tokens
   PHASEMESH_KV_PAGES=512 phasemesh up               anything else: the variables in README.md
@@ -50,6 +51,7 @@ def add(subparsers: Subparsers) -> None:
     parser = add_command(subparsers, "up", run_up, "Run the whole mesh on this machine.", UP)
     add_option(parser, "--model", ModelConfig, "model", "DIR|NAME")
     add_option(parser, "--workers", LauncherConfig, "workers", "N")
+    add_option(parser, "--roles", LauncherConfig, "roles", "R,R,…")
     add_option(parser, "--port", GatewayConfig, "port", "P")
     add_option(parser, "--redis-url", CellConfig, "redis_url", "U")
     add_option(parser, "--state-dir", LauncherConfig, "state_dir", "D")

@@ -10,7 +10,7 @@ first step only, so that is the step whose time the target bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from math import isfinite
 
@@ -19,7 +19,7 @@ from scheduler.policy.step_time import StepWork
 from scheduler.sequence import Sequence
 from scheduler.worker_view import InFlightPlan, WorkerView
 from wire.config import BatchingConfig
-from wire.ids import UNIT_TOKENS, Fence, PlanId, SeqId
+from wire.ids import UNIT_TOKENS, Fence, PageId, PlanId, SeqId, UnitHash
 from wire.plan import Child, Decode, PageGrant, PrefillChunk, SequenceStart, StepPlan
 
 
@@ -35,20 +35,22 @@ class PlanBuilder:
     def next_plan(self, worker: WorkerView) -> StepPlan | None:
         """The plan to send now, already entered into the worker's plans in flight; None when "repeat" will do."""
         if worker.num_step_plans >= self._config.max_queued_plans:
-            return self._send(worker, [], [], max_steps=0) if worker.pending_releases else None
+            return self._send(worker, [], [], max_steps=0) if worker.has_unsent else None
         preempted = self._make_room_for_decodes(worker)
         stepped = self._next_decodes(worker)
         takes_turns = len(stepped) < len(worker.decoding)
         is_short = bool(stepped) and (takes_turns or self._repeat_is_short(worker))
         chunks, joining = self._cut_chunks(worker, len(stepped)) if worker.prefilling else ([], [])
-        if not (chunks or worker.pending_releases or is_short):
+        if not (chunks or worker.has_unsent or is_short):
             return None
         decodes = self._decode_entries(worker, stepped)
         if takes_turns:
             worker.rotate(stepped)
         for seq in joining:
-            worker.start_decoding(seq)
-        lease = 1 if takes_turns else self._config.max_lease_steps
+            worker.end_prefilling(seq)
+        # A chunk that ends its prompt decodes in the plan's further steps: not where another worker is to decode it.
+        once = takes_turns or any(seq.hands_off for seq in joining)
+        lease = 1 if once else self._config.max_lease_steps
         plan = self._send(worker, chunks, decodes, lease if decodes or chunks else 0)
         if preempted:
             worker.admission_barrier = plan.plan_id
@@ -62,15 +64,20 @@ class PlanBuilder:
             prefill_chunks=chunks,
             decodes=decodes,
             max_steps=max_steps,
+            kv_pulls=worker.pending_pulls,
             releases=worker.pending_releases,
+            cancelled_pulls=worker.pending_cancels,
         )
         flight = InFlightPlan(plan)
-        worker.pending_releases = []
-        if max_steps:
-            plan.page_copies, flight.pinned = worker.pending_copies, worker.pending_pins
-            worker.pending_copies, worker.pending_pins = [], []
+        # A copy goes with the next plan, whatever that is: its source is held until then, and its target may have been
+        # given up since and be a pull's.
+        plan.page_copies, flight.pinned = worker.pending_copies, worker.pending_pins
+        worker.pending_copies, worker.pending_pins = [], []
+        worker.pending_pulls, worker.pending_releases, worker.pending_cancels = [], [], []
         worker.in_flight.append(flight)
-        self._publish_dispatched(worker, chunks)
+        for chunk in chunks:  # later plans of this worker may reuse what these compute: they run in order
+            seq = worker.running[chunk.seq_id]
+            flight.published += publish_units(worker, seq, seq.num_dispatched)
         return plan
 
     # -- decodes ---------------------------------------------------------------------------------------------------
@@ -126,12 +133,6 @@ class PlanBuilder:
                 joining.append(seq)
         return chunks, joining
 
-    def _publish_dispatched(self, worker: WorkerView, chunks: Iterable[PrefillChunk]) -> None:
-        """Later plans of this worker may reuse what these chunks compute: they run in order."""
-        for chunk in chunks:
-            seq = worker.running[chunk.seq_id]
-            publish_units(worker, seq, seq.num_dispatched)
-
 
 def _preempted_first(seq: Sequence) -> tuple[int, int, int]:
     """Sorts the lowest priority first, then the latest arrival."""
@@ -157,12 +158,17 @@ def _chunk(seq: Sequence, num_tokens: int, *, first: bool) -> PrefillChunk:
     return chunk
 
 
-def publish_units(worker: WorkerView, seq: Sequence, num_tokens: int) -> None:
-    """Make the sequence's units that end at or before position num_tokens findable in the worker's pool."""
+def publish_units(worker: WorkerView, seq: Sequence, num_tokens: int) -> list[tuple[PageId, UnitHash]]:
+    """Make the sequence's units that end at or before position num_tokens findable in the worker's pool; returns those
+    that were not yet, with their pages."""
     full = num_tokens // UNIT_TOKENS
     if full <= seq.num_published:
-        return
+        return []
     hashes = seq.unit_hashes()
-    for unit in range(seq.num_published, full):
-        worker.pool.publish(seq.pages[unit * UNIT_TOKENS // worker.page_size], hashes[unit])
+    published = [
+        (seq.pages[unit * UNIT_TOKENS // worker.page_size], hashes[unit]) for unit in range(seq.num_published, full)
+    ]
+    for page, unit_hash in published:
+        worker.pool.publish(page, unit_hash)
     seq.num_published = full
+    return published

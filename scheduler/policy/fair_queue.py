@@ -170,10 +170,6 @@ class FairQueue:
         tenant.num_running -= 1
         self._forget_if_idle(tenant)
 
-    def charge(self, seq: Sequence, tokens: float) -> None:
-        """Add weighted tokens of service to the tenant of a running sequence."""
-        _tenant_of(seq).service += tokens
-
     def _tenant(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -194,6 +190,11 @@ class FairQueue:
             self._tenants.clear()
         elif tenant.service <= first.service:
             del self._tenants[tenant.name]
+
+
+def charge(seq: Sequence, tokens: float) -> None:
+    """Add weighted tokens of service to the tenant of a running sequence."""
+    _tenant_of(seq).service += tokens
 
 
 def _tenant_of(seq: Sequence) -> Tenant:

@@ -1,16 +1,17 @@
-"""Which worker a waiting sequence goes to, and what it reuses there. Pure.
+"""Room for a waiting sequence on a worker, and what it reuses there. Pure.
 
-tokens of the sequence   | shared by reference | copied | prefilled here … | last one always computed |
-                           whole cached pages    head of  [num_cached, len)
-                                                 a page
+tokens of the sequence   | shared by reference | copied or pulled | prefilled here … | last one always computed |
+                           whole cached pages    head of a page
+                                                 or whole pages
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from scheduler.commands import RouteCandidate
+from scheduler.policy.transfers import Transfers
 from scheduler.sequence import SeqState, Sequence
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
@@ -18,22 +19,55 @@ from wire.errors import ContextLengthExceeded, KVCapacityExceeded, MeshError
 from wire.ids import UNIT_TOKENS, PageId
 from wire.plan import PageCopy
 
-KV_PRESSURE_TOKENS = 256.0
-"""What a full pool weighs, in prefill tokens."""
-DECODE_TOKENS = 4.0
-"""What one active decode weighs."""
-
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a waiting sequence may go, and what it would reuse there."""
+class Room:
+    """A worker that could take a waiting sequence now, and what it would reuse of its own pages."""
 
     worker: WorkerView
     shared_pages: list[PageId]
     copy_source: PageId | None
     num_cached: int
     num_fresh_pages: int
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens in the shared pages."""
+        return len(self.shared_pages) * self.worker.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class PullOption:
+    """Units [first_unit, end_unit) of a waiting sequence could come from another worker, or from the lower tiers of
+    the one it would run on (then the source is that one)."""
+
+    source: WorkerView
+    first_unit: int
+    end_unit: int
+    pull_s: float
+    """Predicted."""
+    prefill_s: float
+    """Predicted for computing the same instead."""
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.pull_s < self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a waiting sequence may go, and how it would begin there."""
+
+    room: Room
+    pull: PullOption | None
+    """What is pulled; in place of the copied page."""
+    hands_off: bool
+    """Only prefilled there."""
     candidate: RouteCandidate
+
+    @property
+    def worker(self) -> WorkerView:
+        return self.room.worker
 
 
 def min_chunk_tokens(config: BatchingConfig) -> int:
@@ -54,31 +88,25 @@ def fits_ever(seq: Sequence, worker: WorkerView) -> bool:
     return seq.max_slots <= worker.capacity_slots and seq.num_prompt + max_tokens <= worker.info.model.max_model_len
 
 
-def place(seq: Sequence, worker: WorkerView, config: BatchingConfig) -> Placement | None:
-    """What admitting the sequence on this worker now would take; None when there is no room now."""
-    if worker.admission_barrier is not None or len(worker.running) >= max_running(config):
+def find_room(seq: Sequence, worker: WorkerView, config: BatchingConfig, *, more_tokens: int = 0) -> Room | None:
+    """What admitting the sequence, with so many tokens more, on this worker now would take; None when there is no room
+    now."""
+    if worker.admission_barrier is not None or worker.num_held >= max_running(config):
         return None
     if seq.request.is_suspect and any(other.request.is_suspect for other in worker.running.values()):
         return None
     if worker.queued_prefill_tokens >= config.step_token_budget or not fits_ever(seq, worker):
         return None
     shared, source, num_cached = _reusable(seq, worker)
-    fresh = -(-len(seq.tokens) // worker.page_size) - len(shared)
+    fresh = -(-(len(seq.tokens) + more_tokens) // worker.page_size) - len(shared)
     if not _has_room(worker, [*shared, source] if source is not None else shared, fresh, config):
-        if source is None or worker.running:
+        if source is None or worker.num_held:
             return None
         # Alone, with a pool too small for the copy and its source at once: recompute that page instead.
         source, num_cached = None, len(shared) * worker.page_size
         if not _has_room(worker, shared, fresh, config):
             return None
-    candidate = RouteCandidate(
-        worker_id=worker.worker_id,
-        uncached_tokens=float(len(seq.tokens) - num_cached),
-        queued_prefill_tokens=float(worker.queued_prefill_tokens),
-        kv_pressure=KV_PRESSURE_TOKENS * worker.pool.counts().in_use / worker.pool.num_pages,
-        active_decodes=DECODE_TOKENS * len(worker.decoding),
-    )
-    return Placement(worker, shared, source, num_cached, fresh, candidate)
+    return Room(worker, shared, source, num_cached, fresh)
 
 
 def _reusable(seq: Sequence, worker: WorkerView) -> tuple[list[PageId], PageId | None, int]:
@@ -98,33 +126,56 @@ def _reusable(seq: Sequence, worker: WorkerView) -> tuple[list[PageId], PageId |
 def _has_room(worker: WorkerView, reused: list[PageId], fresh: int, config: BatchingConfig) -> bool:
     """Fresh pages fit beside the reused ones and, unless the worker is empty, above the watermark."""
     pool = worker.pool
-    watermark = int(config.kv_watermark * pool.num_pages) if worker.running else 0
+    watermark = int(config.kv_watermark * pool.num_pages) if worker.num_held else 0
     newly_held = sum(1 for page in reused if pool.is_cached(page))
     return fresh + watermark <= pool.num_available - newly_held
 
 
-def occupy(seq: Sequence, chosen: Placement) -> None:
-    """Take the pages of a placement, and run the sequence on its worker."""
-    worker, pool = chosen.worker, chosen.worker.pool
-    for page in chosen.shared_pages:
-        pool.acquire(page)
-    if chosen.copy_source is not None:
-        pool.acquire(chosen.copy_source)
-    fresh = pool.allocate(chosen.num_fresh_pages)
-    if chosen.copy_source is not None:
-        num_slots = chosen.num_cached - len(chosen.shared_pages) * worker.page_size
-        worker.pending_copies.append(PageCopy(chosen.copy_source, fresh[0], num_slots))
-        worker.pending_pins.append(chosen.copy_source)
+def occupy(seq: Sequence, chosen: Placement, transfers: Transfers, now: float) -> None:
+    """Take the pages of a placement, and run the sequence on its worker, from what lies there or is pulled on."""
+    room, worker = chosen.room, chosen.worker
+    pages = take_pages(room)
     seq.state = SeqState.RUNNING
     seq.worker = worker
     seq.incarnation += 1
-    seq.pages = chosen.shared_pages + fresh
-    seq.granted_slots = len(seq.pages) * worker.page_size
-    seq.num_shared_pages = len(chosen.shared_pages)
-    seq.num_cached = seq.num_dispatched = seq.num_computed = chosen.num_cached
+    seq.pages = pages
+    seq.granted_slots = len(pages) * worker.page_size
+    seq.num_shared_pages = len(room.shared_pages)
+    seq.num_published = len(room.shared_pages) * worker.pool.units_per_page
     seq.prefill_end = len(seq.tokens)
-    seq.num_published = len(chosen.shared_pages) * pool.units_per_page
+    seq.hands_off = chosen.hands_off
+    num_cached = room.num_cached
+    if (pull := chosen.pull) is not None:
+        num_cached = pull.end_unit * UNIT_TOKENS
+        last = -(-num_cached // worker.page_size)
+        seq.pull = transfers.begin(
+            seq,
+            pull.source,
+            worker,
+            first_unit=pull.first_unit,
+            end_unit=pull.end_unit,
+            pages=pages[len(room.shared_pages) : last],
+            now=now,
+        )
+    elif room.copy_source is not None:
+        worker.pool.acquire(room.copy_source)
+        worker.pending_copies.append(
+            PageCopy(room.copy_source, pages[seq.num_shared_pages], num_cached - room.num_shared)
+        )
+        worker.pending_pins.append(room.copy_source)
+    seq.num_cached = seq.num_dispatched = seq.num_computed = num_cached
     worker.admit(seq)
+
+
+def take_pages(room: Room) -> list[PageId]:
+    """Hold what a sequence shares, and fresh pages for the rest of it; the page to copy from stays reusable."""
+    pool = room.worker.pool
+    held = room.shared_pages if room.copy_source is None else [*room.shared_pages, room.copy_source]
+    for page in held:
+        pool.acquire(page)
+    fresh = pool.allocate(room.num_fresh_pages)
+    pool.release(held[len(room.shared_pages) :])
+    return room.shared_pages + fresh
 
 
 def too_large(seq: Sequence, workers: Collection[WorkerView]) -> MeshError:
@@ -136,11 +187,3 @@ def too_large(seq: Sequence, workers: Collection[WorkerView]) -> MeshError:
         return ContextLengthExceeded(f"{wanted} exceeds the model's {longest} tokens", param="max_tokens")
     capacity = max(worker.capacity_slots for worker in workers)
     return KVCapacityExceeded(f"{wanted} exceeds the KV pool's {capacity} tokens", param="max_tokens")
-
-
-def choose(placements: Iterable[Placement], break_tie: Callable[[int], int]) -> Placement:
-    """The cheapest; a seeded stream breaks ties. A hot prefix's worker loses once its queue outweighs the hit."""
-    options = list(placements)
-    lowest = min(p.candidate.cost for p in options)
-    best = [p for p in options if p.candidate.cost == lowest]
-    return best[break_tie(len(best))] if len(best) > 1 else best[0]

@@ -114,6 +114,16 @@ class StepTimeModel:
         fixed, per_token, per_kpair = self._factors
         return fixed + per_token * work.tokens + per_kpair * 1e-3 * work.attention_pairs
 
+    def prefill_us(self, start_pos: int, end: int, chunk_tokens: int) -> float:
+        """Of prefilling positions [start_pos, end) in chunks of so many tokens, nothing beside; 0 while nothing was
+        measured."""
+        num_tokens = end - start_pos
+        if num_tokens <= 0:
+            return 0.0
+        fixed, per_token, per_kpair = self._factors
+        pairs = num_tokens * (start_pos + 0.5 * num_tokens)
+        return fixed * -(-num_tokens // chunk_tokens) + per_token * num_tokens + per_kpair * 1e-3 * pairs
+
     def chunk_that_fits(self, work: StepWork, start_pos: int, target_us: float) -> int:
         """Tokens of a chunk from start_pos on that bring a step of `work` to target_us at most; 0 when it is there.
 

@@ -18,7 +18,7 @@ from phasemesh.ports import free_port
 from wire.config import known_variables
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("up", "down", "status", "chat", "bench", "doctor", "models")
+COMMANDS = ("up", "down", "status", "role", "chat", "bench", "doctor", "models")
 TIMEOUT_S = 60.0
 
 
@@ -55,12 +55,20 @@ def test_help_lists_every_command_and_the_first_steps() -> None:
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [("up", ()), ("down", ()), ("status", ()), ("chat", ("Hello",)), ("doctor", ()), ("models", ("list",))],
+    [
+        ("up", ()),
+        ("down", ()),
+        ("status", ()),
+        ("role", ()),
+        ("chat", ("Hello",)),
+        ("doctor", ()),
+        ("models", ("list",)),
+    ],
 )
 def test_every_option_is_a_variable(command: str, words: tuple[str, ...]) -> None:
     parser = build_parser()
     arguments = parser.parse_args([command, *words])
-    own = set(vars(arguments)) - {"handler", "flags", "question", "action", "name"}
+    own = set(vars(arguments)) - {"handler", "flags", "question", "action", "name", "worker", "role"}
     assert own == set(arguments.flags) <= known_variables()
     for variable, flag in arguments.flags.items():
         value = "9"
@@ -102,6 +110,13 @@ print([m for m in ("torch", "transformers", "numpy", "grpc", "aiohttp", "tokeniz
         (("up", "--port", "http"), {}, "--port 'http': not a whole number"),
         (("up",), {"PHASEMESH_PORT": "http"}, "PHASEMESH_PORT='http': not a whole number"),
         (("up", "--workers", "0"), {}, "--workers '0': at least 1"),
+        (("up", "--roles", "decode,prefill"), {}, "--roles 'decode,prefill': 2 role(s) for 1 worker(s), one for each"),
+        (("up", "--roles", "boss"), {}, "--roles 'boss': 'boss' is not one of prefill, decode, both"),
+        (("up", "--roles", "decode"), {}, "--roles 'decode': no worker can prefill; one must be prefill or both"),
+        (("up",), {"PHASEMESH_WORKER_ROLE": "prefill"}, "PHASEMESH_WORKER_ROLE='prefill': no worker can decode"),
+        (("role", "worker-1", "boss"), {}, "role 'boss': one of prefill, decode, both, default"),
+        (("role",), {}, "name one with --redis-url"),
+        (("role", "--redis-url", f"redis://127.0.0.1:{free_port(set())}/0"), {}, "phasemesh: redis://127.0.0.1:"),
         (("up", "--simulate", "maybe"), {}, "--simulate 'maybe': not on or off"),
         (("up", "--weight-dtype", "int4"), {}, "--weight-dtype 'int4': one of auto, float32, bfloat16, int8, float8"),
         (("up", "--itl-target-ms", "0.5"), {}, "--itl-target-ms '0.5': at least 1"),

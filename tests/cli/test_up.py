@@ -101,6 +101,7 @@ def test_status_shows_each_service_and_the_pages(up: Up) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for service in ("redis", "scheduler", "worker-1", "gateway"):
         assert re.search(rf"^{service} +{up.pid_of(service)} +\S+ +\d+  ready$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^role of worker-1: both, \d+ sequence\(s\) running$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^KV pages of worker-1: .*; 128 in all$", done.stdout, re.MULTILINE), done.stdout
 
 
@@ -214,6 +215,24 @@ def test_a_simulated_stack_answers_without_torch(smollm2_dir: Path, tmp_path: Pa
         assert "1 simulated worker(s)" in said
         assert said.split("> What is the capital of France?\n")[1].splitlines()[0]
         assert "torch" not in Path(f"/proc/{running.pid_of('worker-1')}/maps").read_text()
+        assert running.run("chat", "--max-tokens", "24", "Hello").returncode == 0
+    finally:
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_stack_of_separate_pools_answers_and_its_roles_can_be_changed(smollm2_dir: Path, tmp_path: Path) -> None:
+    options = ("--simulate", "--workers", "3", "--roles", "prefill,decode,decode")
+    running = Up(tmp_path / "state", smollm2_dir, *options)
+    try:
+        said = running.until_said("Ctrl-C stops it.")
+        assert "(prefill, decode, decode)" in said
+        assert said.split("> What is the capital of France?\n")[1].splitlines()[0]
+        shown = running.run("role").stdout.splitlines()
+        assert [line.split()[0] for line in shown[1:]] == ["worker-1", "worker-2", "worker-3"]
+        refused = running.run("role", "worker-1", "decode")
+        assert refused.returncode == 1 and "no worker would be left that can prefill" in refused.stderr
+        assert "worker-2" in running.run("role", "worker-2", "both").stdout
         assert running.run("chat", "--max-tokens", "24", "Hello").returncode == 0
     finally:
         running.process.send_signal(signal.SIGTERM)

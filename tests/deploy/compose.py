@@ -37,6 +37,14 @@ def load_compose(path: Path = ROOT / "docker-compose.yml") -> dict[str, Any]:
     return compose
 
 
+def overlaid(base: Any, override: Any) -> Any:
+    """Two parsed files as `docker compose -f base -f override` reads them; ours override no lists."""
+    if not isinstance(base, dict):
+        assert not isinstance(base, list)
+        return override
+    return {**base, **{key: overlaid(base[key], value) if key in base else value for key, value in override.items()}}
+
+
 def active_services(compose: dict[str, Any], profiles: set[str]) -> dict[str, Any]:
     """Services without a profile, and those of the given ones."""
     return {
@@ -98,7 +106,7 @@ class LocalCompose:
     ) -> None:
         """`programs`: a command's first word → the words that stand for it here."""
         self._services = services
-        self._loopback = loopback
+        self.loopback = loopback
         self._programs = programs
         self._logs = logs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -155,12 +163,12 @@ class LocalCompose:
 
     def _command(self, name: str, command: list[str]) -> list[str]:
         program, *arguments = command
-        return [*self._programs[program], *(self._loopback.text(name, argument) for argument in arguments)]
+        return [*self._programs[program], *(self.loopback.text(name, argument) for argument in arguments)]
 
     def _environ(self, name: str) -> dict[str, str]:
         """What the compose file gives it; of this process only what finds programs and home."""
         spec = self._services[name]
-        given = {k: self._loopback.variable(name, spec, k, str(v)) for k, v in spec.get("environment", {}).items()}
+        given = {k: self.loopback.variable(name, spec, k, str(v)) for k, v in spec.get("environment", {}).items()}
         return {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **given}
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 from phasemesh import redis_server
 from phasemesh.client import Client, Generation
 from phasemesh.ports import free_port
-from tests.deploy.compose import OURS, PYTHON, ROOT, LocalCompose, Loopback, active_services, load_compose
+from tests.deploy.compose import OURS, PYTHON, ROOT, LocalCompose, Loopback, active_services, load_compose, overlaid
 from tests.otlp_receiver import OtlpReceiver
 
 COMPOSE = load_compose()
@@ -37,37 +38,63 @@ def listening() -> set[tuple[str, int]]:
     return ports
 
 
+def running_locally(services: dict[str, Any], models: Path, otlp_port: int, tmp_path: Path) -> LocalCompose:
+    """These services as processes, none of them started yet."""
+    taken: set[int] = set()
+    ports = {address: free_port(taken) for address in listening() if address[0] in services}
+    ports["otel-collector", 4317] = otlp_port
+    volumes = {"models": models, "redis": tmp_path / "redis"}
+    volumes["redis"].mkdir()
+    redis_port = str(ports["redis", 6379])
+    programs = {
+        "python": PYTHON,
+        "redis-server": [str(redis_server.find_server()), "--port", redis_port, "--dir", str(volumes["redis"])],
+        "redis-cli": [*PYTHON, "-m", "tests.deploy.redis_cli", "-p", redis_port],
+    }
+    return LocalCompose(services, Loopback(ports, volumes), programs, tmp_path)
+
+
 def test_the_default_stack_answers_a_question_and_traces_it(smollm2_dir: Path, tmp_path: Path) -> None:
     services = active_services(COMPOSE, default_profiles())
     ours = {name for name, service in services.items() if service["image"].startswith(OURS)}
     assert ours == OURS_BY_DEFAULT
-    redis = redis_server.find_server()
     with OtlpReceiver() as receiver:
-        taken: set[int] = set()
-        ports = {address: free_port(taken) for address in listening() if address[0] in services}
-        ports["otel-collector", 4317] = int(receiver.endpoint.rpartition(":")[2])
-        volumes = {"models": smollm2_dir.parent.parent, "redis": tmp_path / "redis"}
-        volumes["redis"].mkdir()
-        redis_port = str(ports["redis", 6379])
-        programs = {
-            "python": PYTHON,
-            "redis-server": [str(redis), "--port", redis_port, "--dir", str(volumes["redis"])],
-            "redis-cli": [*PYTHON, "-m", "tests.deploy.redis_cli", "-p", redis_port],
-        }
-        with LocalCompose(services, Loopback(ports, volumes), programs, tmp_path) as stack:
-            for name in sorted(ours):
-                stack.up(name)
-            for name in sorted(ours - {"model-pull"}):
-                stack.wait_until_healthy(name)
-            client = Client(f"http://127.0.0.1:{ports['gateway', 8000]}")
-            answer = "".join(
-                client.chat(
-                    client.model(), "What is the capital of France?", Generation(max_tokens=16, temperature=0.0)
-                )
-            )
-            assert "Paris" in answer
+        otlp_port = int(receiver.endpoint.rpartition(":")[2])
+        with running_locally(services, smollm2_dir.parent.parent, otlp_port, tmp_path) as stack:
+            assert "Paris" in answer_of(stack, ours)
             everyone = {"phasemesh-gateway", "phasemesh-scheduler", "phasemesh-gpu_worker"}
             receiver.wait(lambda spans: {span.service for span in spans} >= everyone)
+
+
+def answer_of(stack: LocalCompose, ours: set[str]) -> str:
+    """Start our services, wait for them, and ask what the capital of France is."""
+    for name in sorted(ours):
+        stack.up(name)
+    for name in sorted(ours - {"model-pull"}):
+        stack.wait_until_healthy(name)
+    client = Client(f"http://127.0.0.1:{stack.loopback.port('gateway', 8000)}")
+    generation = Generation(max_tokens=16, temperature=0.0)
+    return "".join(client.chat(client.model(), "What is the capital of France?", generation))
+
+
+def test_the_override_for_separate_pools_gives_each_worker_a_role(smollm2_dir: Path, tmp_path: Path) -> None:
+    compose = overlaid(COMPOSE, load_compose(ROOT / "deploy/compose.disaggregated.yml"))
+    services = active_services(compose, default_profiles())
+    assert set(services) == set(active_services(COMPOSE, default_profiles())), "it adds no service"
+    for name in ("worker-1", "worker-2"):
+        services[name]["environment"]["PHASEMESH_SIMULATE"] = "on"
+    with (
+        OtlpReceiver() as receiver,
+        running_locally(
+            services, smollm2_dir.parent.parent, int(receiver.endpoint.rpartition(":")[2]), tmp_path
+        ) as stack,
+    ):
+        assert answer_of(stack, OURS_BY_DEFAULT)
+        metrics = f"http://127.0.0.1:{stack.loopback.port('scheduler', 9100)}/metrics"
+        with urllib.request.urlopen(metrics) as response:
+            exported = response.read().decode()
+    for worker, role in (("worker-1", "prefill"), ("worker-2", "decode")):
+        assert f'phasemesh_scheduler_worker_sequences{{role="{role}",worker="{worker}"}}' in exported
 
 
 def test_an_unknown_host_port_or_volume_fails() -> None:

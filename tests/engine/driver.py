@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
 from kvstore.prefix_hash import namespace, root_hash
 from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
 from scheduler.engine import Engine
-from scheduler.events import Event, Request, RequestArrived, StepReported, WorkerUp
+from scheduler.events import Event, Request, RequestArrived, WorkerUp
 from scheduler.policy.step_time import StepWork
 from tests.engine.paged_worker import CARD, PagedWorker
 from wire.config import BatchingConfig
 from wire.entries import TokensReply
 from wire.ids import Fence, GatewayId, RequestId, WorkerId
-from wire.plan import StepPlan
+from wire.plan import Role, StepPlan
 from wire.sampling import SamplingParams
 
 ROOT = root_hash(namespace(CARD))
@@ -41,6 +41,10 @@ class Driver:
         page_size: int = 16,
         workers: int = 1,
         step_us: Callable[[StepWork], float] = lambda work: 1000.0,
+        roles: Sequence[Role] | None = None,
+        pulls: bool = False,
+        tier_units: int = 0,
+        prompt_ranges: Sequence[tuple[int, int]] = (),
         **config: Any,
     ) -> None:
         self.config = BatchingConfig(
@@ -51,10 +55,19 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.outputs: defaultdict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, FinishRequest] = {}
-        self.workers = {
-            WorkerId(f"w{i}"): PagedWorker(f"w{i}", pages, page_size, self.config.step_token_budget, step_us=step_us)
-            for i in range(workers)
-        }
+        self.workers: dict[WorkerId, PagedWorker] = {}
+        for i in range(len(roles) if roles else workers):
+            self.workers[WorkerId(f"w{i}")] = PagedWorker(
+                f"w{i}",
+                pages,
+                page_size,
+                self.config.step_token_budget,
+                step_us=step_us,
+                role=roles[i] if roles else Role.BOTH,
+                peers=self.workers if pulls or roles or tier_units else None,
+                tier_units=tier_units,
+                prompt_range=prompt_ranges[i] if prompt_ranges else (0, 0),
+            )
         for worker in self.workers.values():
             self.feed(WorkerUp(worker.info, []))
 
@@ -83,11 +96,16 @@ class Driver:
         return self.feed(RequestArrived(make_request(name, prompt, max_tokens, **fields)))
 
     def step(self) -> None:
-        """One step on every worker, its report delivered at once."""
+        """One step on every worker, and every pull; reports are delivered at once."""
         for worker in self.workers.values():
             worker.run_step()
-            while worker.reports:
-                self.feed(StepReported(worker.info.worker_id, worker.info.epoch, worker.reports.popleft()))
+            for pull_id in list(worker.pulls):
+                worker.finish_pull(pull_id)
+            self.deliver(worker)
+
+    def deliver(self, worker: PagedWorker) -> None:
+        while worker.reports:
+            self.feed(worker.event(worker.reports.popleft()))
 
     def run(self, steps: int = 5000) -> None:
         """Step until every worker is idle."""

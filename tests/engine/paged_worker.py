@@ -6,23 +6,29 @@ evicted or freed at the wrong moment shows up as a wrong digest, a position past
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from kvstore.prefix_hash import chain
+from scheduler.events import PullReported, StepReported, TierChanged
 from scheduler.policy.step_time import StepWork
-from wire.ids import UNIT_TOKENS, Epoch, PageId, SeqId, UnitHash, WorkerId
+from wire.ids import UNIT_TOKENS, Epoch, PageId, PullId, SeqId, UnitHash, WorkerId
 from wire.plan import (
+    KvPull,
     ModelCard,
     PageGrant,
     PageUnits,
     Progress,
+    PullReport,
     Role,
     SequenceStart,
     StepPlan,
     StepReport,
     StepTiming,
+    Tier,
+    TierUnits,
     WorkerInfo,
 )
 from wire.sampling import FinishReason, SamplingParams
@@ -78,17 +84,38 @@ class PagedWorker:
         step_budget: int,
         epoch: int = 1,
         step_us: Callable[[StepWork], float] = lambda work: 1000.0,
+        role: Role = Role.BOTH,
+        peers: Mapping[WorkerId, PagedWorker] | None = None,
+        tier_units: int = 0,
+        prompt_range: tuple[int, int] = (0, 0),
     ) -> None:
-        """step_us: how long a step of so much work takes, as reported; no time passes."""
+        """step_us: how long a step of so much work takes, as reported; no time passes. peers: whom it can pull from.
+        tier_units: what its host tier holds at most."""
         self.info = WorkerInfo(
-            WorkerId(worker_id), Epoch(epoch), Role.BOTH, "127.0.0.1:1", CARD, num_pages, page_size, UNIT_TOKENS
+            WorkerId(worker_id),
+            Epoch(epoch),
+            role,
+            "127.0.0.1:1",
+            CARD,
+            num_pages,
+            page_size,
+            UNIT_TOKENS,
+            unit_bytes=0 if peers is None else 1000,
+            min_prompt_tokens=prompt_range[0],
+            max_prompt_tokens=prompt_range[1],
         )
+        self._peers = peers or {}
+        self.pulls: dict[PullId, KvPull] = {}
+        """Under way: finish_pull ends one."""
+        self.cancelled_pulls: set[PullId] = set()
+        self.tier_units = tier_units
+        self._tier: OrderedDict[UnitHash, list[int | None]] = OrderedDict()
         self.step_budget = step_budget
         self.step_us = step_us
         self.steps: list[tuple[StepWork, float]] = []
         """What every step ran, and how long it took."""
         self.plans: deque[StepPlan] = deque()
-        self.reports: deque[StepReport] = deque()
+        self.reports: deque[StepReport | PullReport | TierUnits] = deque()
         self._sequences: dict[SeqId, _Sequence] = {}
         self._slots: dict[PageId, list[int | None]] = {PageId(p): [None] * page_size for p in range(num_pages)}
         self._units: dict[PageId, list[UnitHash]] = {PageId(p): [] for p in range(num_pages)}
@@ -98,13 +125,31 @@ class PagedWorker:
 
     @property
     def is_idle(self) -> bool:
-        return self._current is None and not self.plans
+        return self._current is None and not self.plans and not self.pulls
 
     def residents(self) -> list[PageUnits]:
         return [PageUnits(page, list(units)) for page, units in self._units.items() if units]
 
+    def tiers(self) -> list[TierUnits]:
+        return [TierUnits(Tier.HOST, list(self._tier))] if self._tier else []
+
+    def event(self, report: StepReport | PullReport | TierUnits) -> StepReported | PullReported | TierChanged:
+        """As the engine is told."""
+        worker_id, epoch = self.info.worker_id, self.info.epoch
+        match report:
+            case StepReport():
+                return StepReported(worker_id, epoch, report)
+            case PullReport():
+                return PullReported(worker_id, epoch, report)
+            case TierUnits():
+                return TierChanged(worker_id, epoch, report)
+            case _:
+                assert_never(report)
+
     def reconnect(self) -> None:
-        """The session broke: plans and sequences go, computed units stay."""
+        """The session broke: plans, pulls and sequences go, computed units stay."""
+        self.pulls.clear()
+        self.cancelled_pulls.clear()
         self.plans.clear()
         self.reports.clear()
         self._sequences.clear()
@@ -136,8 +181,64 @@ class PagedWorker:
                 del self._sequences[release.seq_id]
         for copy in plan.page_copies:
             source = self._slots[copy.source_page]
+            self._void(copy.target_page)
             self._slots[copy.target_page][: copy.num_slots] = source[: copy.num_slots]
             self._units[copy.target_page] = self._units[copy.source_page][: copy.num_slots // UNIT_TOKENS]
+        self.cancelled_pulls |= set(plan.cancelled_pulls) & self.pulls.keys()
+        for pull in plan.kv_pulls:
+            assert len(pull.unit_hashes) <= len(pull.target_pages) * self.info.page_size // UNIT_TOKENS
+            for page in pull.target_pages:
+                self._void(page)
+            self.pulls[pull.pull_id] = pull
+
+    def finish_pull(self, pull_id: PullId, most_units: int | None = None) -> None:
+        """End a pull: it brings all units that its source has now, or so many at most; what it does not bring it may
+        have left in any state."""
+        pull = self.pulls.pop(pull_id)
+        found: list[list[int | None]] = []
+        source = self._peers.get(pull.source_worker_id)
+        is_cancelled = pull_id in self.cancelled_pulls
+        self.cancelled_pulls.discard(pull_id)
+        if source is not None and source.info.epoch == pull.source_epoch and not is_cancelled:
+            for unit_hash in pull.unit_hashes[:most_units]:
+                unit = source.unit(unit_hash)
+                if unit is None:
+                    break
+                found.append(unit)
+        per_page = self.info.page_size // UNIT_TOKENS
+        for index, unit_hash in enumerate(pull.unit_hashes):
+            page, first = pull.target_pages[index // per_page], index % per_page * UNIT_TOKENS
+            garbage: list[int | None] = [-1] * UNIT_TOKENS
+            self._slots[page][first : first + UNIT_TOKENS] = found[index] if index < len(found) else garbage
+            if index < len(found):
+                self._units[page].append(unit_hash)
+        failure = None if len(found) == len(pull.unit_hashes) else "test"
+        self.reports.append(PullReport(pull_id, True, len(found), failure, "shm"))
+
+    def renew_pull(self, pull_id: PullId) -> None:
+        self.reports.append(PullReport(pull_id, False))
+
+    def unit(self, unit_hash: UnitHash) -> list[int | None] | None:
+        """What a pull finds here: in a page, or in the host tier."""
+        for page, units in self._units.items():
+            if unit_hash in units:
+                first = units.index(unit_hash) * UNIT_TOKENS
+                return self._slots[page][first : first + UNIT_TOKENS]
+        return self._tier.get(unit_hash)
+
+    def _void(self, page: PageId, keep_units: int = 0) -> None:
+        """The page gets a new owner: what it held goes to the host tier."""
+        gone = self._units[page][keep_units:]
+        self._units[page] = self._units[page][:keep_units]
+        stored = [unit_hash for unit_hash in gone if unit_hash not in self._tier and self.tier_units]
+        for index, unit_hash in enumerate(gone, start=keep_units):
+            self._tier[unit_hash] = self._slots[page][index * UNIT_TOKENS : (index + 1) * UNIT_TOKENS]
+        dropped = [self._tier.popitem(last=False)[0] for _ in range(len(self._tier) - self.tier_units)]
+        if self.tier_units and (stored or dropped):
+            changed = TierUnits(
+                Tier.HOST, [h for h in stored if h in self._tier], [h for h in dropped if h not in stored]
+            )
+            self.reports.append(changed)
 
     def _run(self, plan: StepPlan, *, first: bool) -> list[Progress]:
         ran: list[tuple[_Sequence, SeqId, int, int]] = []
@@ -210,6 +311,10 @@ class PagedWorker:
         return seq if seq is not None and seq.incarnation == incarnation else None
 
     def _take_grant(self, seq: _Sequence, grant: PageGrant) -> None:
+        size = self.info.page_size
+        for index, page in enumerate(grant.page_ids, start=grant.first_index):
+            if (index + 1) * size > seq.num_computed and page not in seq.pages:
+                self._void(page, keep_units=max(0, seq.num_computed - index * size) // UNIT_TOKENS)
         seq.pages[grant.first_index : grant.first_index + len(grant.page_ids)] = grant.page_ids
         seq.granted_slots = grant.granted_slots
 
@@ -218,8 +323,6 @@ class PagedWorker:
         assert start + count <= seq.granted_slots, "ran past its grant"
         for position in range(start, start + count):
             page, slot = seq.pages[position // size], position % size
-            if slot == 0:
-                self._units[page] = []
             assert len(self._units[page]) * UNIT_TOKENS <= slot, "wrote into a published unit"
             self._slots[page][slot] = seq.digests[position]
         for position in range(start + count):

@@ -211,7 +211,7 @@ def test_a_request_that_fails_every_step_is_ended_and_others_go_on() -> None:
         report = StepReport(driver.plans[-1].plan_id, 0, True, [], failure="boom")
         fresh = PagedWorker("w0", 64, 16, driver.config.step_token_budget, epoch=epoch)
         driver.workers[old.info.worker_id] = fresh
-        driver.feed(StepReported(old.info.worker_id, old.info.epoch, report))
+        driver.feed(old.event(report))
         driver.feed(WorkerUp(fresh.info, []))
     assert driver.finished["poison"].terminal.error_code == "step_failed"
     driver.arrive("next", prompt(10), 5)
@@ -236,7 +236,7 @@ def test_the_request_that_fails_its_steps_is_found_among_many() -> None:
         report = StepReport(worker.plans[0].plan_id, 0, True, [], failure="boom")
         fresh = PagedWorker("w0", 64, 16, driver.config.step_token_budget, epoch=epoch)
         driver.workers[worker.info.worker_id] = fresh
-        driver.feed(StepReported(worker.info.worker_id, worker.info.epoch, report))
+        driver.feed(worker.event(report))
         driver.feed(WorkerUp(fresh.info, []))
     driver.run()
     assert driver.finished["poison"].terminal.error_code == "step_failed"

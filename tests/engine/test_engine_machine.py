@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, settings
@@ -11,27 +12,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.prefix_hash import namespace, root_hash
-from scheduler.commands import DispatchPlan, FinishRequest, PublishReply
+from scheduler.commands import DispatchPlan, FinishRequest, PublishReply, UpdateIndex
 from scheduler.engine import Engine
 from scheduler.events import (
     CancelRequested,
     Event,
     Request,
     RequestArrived,
+    RoleChanged,
     StepReported,
     Tick,
+    TierChanged,
     WorkerDown,
     WorkerUp,
 )
 from tests.engine.paged_worker import CARD, VOCAB, PagedWorker, expected_output
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TerminalReply, TokensReply
-from wire.ids import Fence, GatewayId, RequestId, WorkerId
-from wire.plan import StepReport
+from wire.ids import Epoch, Fence, GatewayId, PlanId, RequestId, UnitHash, WorkerId
+from wire.plan import Role, StepReport, Tier
 from wire.sampling import SamplingParams
 
 ROOT = root_hash(namespace(CARD))
-SHARED_PREFIXES = [[random.Random(i).randrange(2, VOCAB) for _ in range(90)] for i in range(2)]
+SHARED_PREFIXES = [[random.Random(i).randrange(2, VOCAB) for _ in range(300)] for i in range(2)]
 
 
 @dataclass
@@ -50,11 +53,33 @@ class EngineMachine(RuleBasedStateMachine):
         lease=st.sampled_from([1, 4, 16]),
         queued=st.sampled_from([1, 2]),
         grace_s=st.sampled_from([0.05, 1000.0]),
-        page_size=st.sampled_from([16, 64]),
-        pages=st.integers(3, 14),
-        workers=st.integers(1, 2),
+        page_sizes=st.sampled_from([[16, 16, 16], [64, 64, 64], [16, 64, 16], [64, 16, 64]]),
+        pages=st.integers(3, 24),
         itl_target_ms=st.sampled_from([math.inf, 5.0, 40.0]),
         max_running=st.sampled_from([None, 3, 20]),
+        roles=st.sampled_from(
+            [
+                [Role.BOTH],
+                [Role.BOTH, Role.BOTH],
+                [Role.BOTH, Role.BOTH, Role.BOTH],
+                [Role.PREFILL, Role.DECODE],
+                [Role.PREFILL, Role.BOTH, Role.DECODE],
+                [Role.PREFILL, Role.DECODE, Role.DECODE],
+                [Role.PREFILL, Role.PREFILL, Role.DECODE],
+            ]
+        ),
+        prompt_ranges=st.sampled_from(
+            [
+                [(0, 0), (0, 0), (0, 0)],
+                [(0, 0), (0, 0), (0, 0)],
+                [(0, 80), (81, 0), (0, 0)],
+                [(0, 0), (0, 100), (50, 200)],
+            ]
+        ),
+        the_lost_stay_lost=st.booleans(),
+        tier_units=st.sampled_from([0, 0, 6, 40]),
+        routing=st.sampled_from(["precise", "precise", "precise", "approximate", "least_loaded", "random"]),
+        pull_lease_ms=st.sampled_from([50, 10_000]),
     )
     def start(
         self,
@@ -62,11 +87,16 @@ class EngineMachine(RuleBasedStateMachine):
         lease: int,
         queued: int,
         grace_s: float,
-        page_size: int,
+        page_sizes: list[int],
         pages: int,
-        workers: int,
         itl_target_ms: float,
         max_running: int | None,
+        roles: list[Role],
+        prompt_ranges: list[tuple[int, int]],
+        the_lost_stay_lost: bool,
+        tier_units: int,
+        routing: str,
+        pull_lease_ms: int,
     ) -> None:
         self.grace_s = grace_s
         self.config = BatchingConfig(
@@ -77,34 +107,44 @@ class EngineMachine(RuleBasedStateMachine):
             kv_watermark=0.1,
             itl_target_ms=itl_target_ms,
             max_running=max_running,
+            routing=routing,
+            pull_lease_ms=pull_lease_ms,
         )
         self.engine = Engine(self.config, no_worker_grace_s=self.grace_s, routing_seed=3, fence=Fence(5))
         self.now = 0.0
-        self.page_size, self.num_pages = page_size, pages
+        self.page_sizes, self.num_pages = page_sizes, pages
+        self.prompt_ranges, self.tier_units = prompt_ranges, tier_units
+        self.the_lost_stay_lost = the_lost_stay_lost
+        self.indexed: defaultdict[tuple[WorkerId, Epoch, Tier], set[UnitHash]] = defaultdict(set)
         self.workers: dict[WorkerId, PagedWorker] = {}
         self.down: list[PagedWorker] = []
         self.clients: dict[RequestId, Client] = {}
-        self.delivered: list[tuple[PagedWorker, StepReport]] = []
+        self.delivered: list[Event] = []
         self.cancelled_early: set[RequestId] = set()
         self.epochs = 1
-        for index in range(workers):
-            self.bring_up(self.new_worker(f"w{index}"))
+        for index, role in enumerate(roles):
+            self.bring_up(self.new_worker(f"w{index}", role))
 
     # -- plumbing --
 
-    def new_worker(self, worker_id: str) -> PagedWorker:
+    def new_worker(self, worker_id: str, role: Role) -> PagedWorker:
+        index = int(worker_id[1:])
         return PagedWorker(
             worker_id,
             self.num_pages,
-            self.page_size,
+            self.page_sizes[index],
             self.config.step_token_budget,
             epoch=self.epochs,
             step_us=lambda work: 2000.0 + 700.0 * work.tokens + 2.0 * work.chunk_pairs,
+            role=role,
+            peers=self.workers,
+            tier_units=self.tier_units,
+            prompt_range=self.prompt_ranges[index],
         )
 
     def bring_up(self, worker: PagedWorker) -> None:
         self.workers[worker.info.worker_id] = worker
-        self.feed(WorkerUp(worker.info, worker.residents()))
+        self.feed(WorkerUp(worker.info, worker.residents(), worker.tiers()))
 
     def feed(self, event: Event) -> None:
         self.now += 0.01
@@ -126,6 +166,12 @@ class EngineMachine(RuleBasedStateMachine):
                     client = self.clients[request_id]
                     assert client.terminal is None, "two terminals"
                     client.terminal = terminal
+                case UpdateIndex(worker_id, epoch, tier, stored, dropped, fresh):
+                    if fresh:
+                        for key in [key for key in self.indexed if key[0] == worker_id]:
+                            del self.indexed[key]
+                    self.indexed[worker_id, epoch, tier] -= set(dropped)
+                    self.indexed[worker_id, epoch, tier] |= set(stored)
 
     def check_finished(self, client: Client) -> None:
         assert client.terminal is not None, "never finished"
@@ -141,7 +187,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         prefix=st.integers(0, 1),
-        shared=st.integers(0, 90),
+        shared=st.one_of(st.integers(0, 90), st.integers(0, 300)),
         own=st.lists(st.integers(2, VOCAB - 1), max_size=30),
         max_tokens=st.integers(1, 60),
         tenant=st.sampled_from(["a", "b", "c"]),
@@ -186,15 +232,32 @@ class EngineMachine(RuleBasedStateMachine):
     def deliver(self, data: st.DataObject, number: int) -> None:
         worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.reports]))
         for _ in range(min(number, len(worker.reports))):
-            report = worker.reports.popleft()
-            self.delivered.append((worker, report))
-            self.feed(StepReported(worker.info.worker_id, worker.info.epoch, report))
+            event = worker.event(worker.reports.popleft())
+            if not isinstance(event, TierChanged):  # repeated, it would say what was, not what is
+                self.delivered.append(event)
+            self.feed(event)
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def repeat_an_old_report(self, data: st.DataObject) -> None:
-        worker, report = data.draw(st.sampled_from(self.delivered[-20:]))
-        self.feed(StepReported(worker.info.worker_id, worker.info.epoch, report))
+        self.feed(data.draw(st.sampled_from(self.delivered[-20:])))
+
+    @precondition(lambda self: any(w.pulls for w in self.workers.values()))
+    @rule(data=st.data(), most_units=st.sampled_from([None, None, None, 0, 1, 3]))
+    def a_pull_ends(self, data: st.DataObject, most_units: int | None) -> None:
+        worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.pulls]))
+        worker.finish_pull(data.draw(st.sampled_from(list(worker.pulls))), most_units)
+
+    @precondition(lambda self: any(w.pulls for w in self.workers.values()))
+    @rule(data=st.data())
+    def a_pull_goes_on(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.pulls]))
+        worker.renew_pull(data.draw(st.sampled_from(list(worker.pulls))))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), role=st.sampled_from(Role))
+    def an_operator_changes_a_role(self, data: st.DataObject, role: Role) -> None:
+        self.feed(RoleChanged(data.draw(st.sampled_from(list(self.workers))), role))
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data(), reason=st.sampled_from(["disconnect", "stop"]))
@@ -218,7 +281,7 @@ class EngineMachine(RuleBasedStateMachine):
         worker.reconnect()
         if not keeps_memory:
             self.epochs += 1
-            worker = self.new_worker(worker.info.worker_id)
+            worker = self.new_worker(worker.info.worker_id, worker.info.role)
         self.down.append(worker)
 
     @precondition(lambda self: any(w.reports for w in self.workers.values()))
@@ -227,20 +290,22 @@ class EngineMachine(RuleBasedStateMachine):
         """The worker reports the failure, drops everything and comes back with a new epoch."""
         worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.reports]))
         info = worker.info
-        failed = StepReport(worker.reports[-1].plan_id, 0, True, [], failure="boom")
+        last = next((r.plan_id for r in reversed(worker.reports) if isinstance(r, StepReport)), PlanId(1))
+        failed = StepReport(last, 0, True, [], failure="boom")
         del self.workers[info.worker_id]
         self.feed(StepReported(info.worker_id, info.epoch, failed))
         self.feed(WorkerDown(info.worker_id, info.epoch, "the stream ended"))
         self.epochs += 1
-        self.bring_up(self.new_worker(info.worker_id))
+        self.bring_up(self.new_worker(info.worker_id, info.role))
 
     @precondition(lambda self: self.down)
     @rule()
     def bring_a_worker_back(self) -> None:
         self.bring_up(self.down.pop())
 
-    @rule()
-    def tick(self) -> None:
+    @rule(passed_s=st.sampled_from([0.0, 0.0, 0.1, 6.0]))
+    def tick(self, passed_s: float) -> None:
+        self.now += passed_s
         self.feed(Tick())
 
     @invariant()
@@ -253,13 +318,54 @@ class EngineMachine(RuleBasedStateMachine):
             assert worker.running <= (self.config.max_running or self.config.step_token_budget)
 
     @invariant()
+    def every_page_in_use_is_held_by_somebody(self) -> None:
+        """Sequences here, sequences on their way here, page copies not reported, pulls from here; and what retires is
+        being written by a pull that nobody waits for."""
+        if not hasattr(self, "engine"):
+            return
+        pulls = list(self.engine._placing._transfers)
+        for worker in self.engine._workers.values():
+            held = Counter(page for seq in worker.running.values() for page in seq.pages)
+            held.update(page for seq in worker.incoming.values() if seq.handoff for page in seq.handoff.pages)
+            held.update(page for flight in worker.in_flight for page in flight.pinned)
+            held.update(worker.pending_pins)
+            held.update(page for pull in pulls if pull.source is worker for page in pull.pinned)
+            assert held == Counter({page: n for page, n in enumerate(worker.pool._references) if n})
+            written = {page for pull in pulls if pull.target is worker and pull.seq is None for page in pull.pages}
+            assert written == worker.pool._retiring
+            assert worker.num_pulls == sum(1 for pull in pulls if pull.target is worker)
+            assert all(seq.handoff is not None for seq in worker.incoming.values())
+
+    @invariant()
+    def whoever_has_something_to_say_says_it(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for worker in self.engine._workers.values():
+            assert not worker.has_unsent
+            stalled_for_nothing = worker.num_stalled() and worker.pool.num_available and not worker.in_flight
+            assert not stalled_for_nothing, "a decode waits for a page that is there"
+
+    @invariant()
+    def the_twin_and_the_index_hold_what_was_computed(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for worker_id, view in self.engine._workers.items():
+            twin = self.engine.twin.units(worker_id)
+            assert (
+                twin[Tier.DEVICE] == set(view.pool.computed_units()) == self.indexed[worker_id, view.epoch, Tier.DEVICE]
+            )
+            assert twin[Tier.HOST] == self.indexed[worker_id, view.epoch, Tier.HOST]
+
+    @invariant()
     def what_is_kept_up_to_date_is_what_a_scan_would_find(self) -> None:
         if not hasattr(self, "engine"):
             return
         for worker in self.engine._workers.values():
             running = worker.running.values()
-            assert list(worker.prefilling) == [s.seq_id for s in running if s.is_prefilling]
-            assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling}
+            assert worker.pulling.keys() == {s.seq_id for s in running if s.pull is not None}
+            assert worker.prefilling.keys() == {s.seq_id for s in running if s.is_prefilling and s.pull is None}
+            assert worker.parked.keys() == {s.seq_id for s in running if not s.is_prefilling and s.hands_off}
+            assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling and not s.hands_off}
             assert worker.queued_prefill_tokens == sum(s.prefill_end - s.num_dispatched for s in running)
             assert all(s.granted_slots == len(s.pages) * worker.page_size for s in running)
             growing = [s for s in worker.decoding.values() if s.granted_slots < s.max_slots]
@@ -271,13 +377,16 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        while self.down:
+        while self.down and not (self.workers and self.the_lost_stay_lost):
             self.bring_up(self.down.pop())
-        for _ in range(20_000):
+        for _ in range(20_000):  # nothing but steps, reports and ticks: whoever waits for more waits for ever
+            self.feed(Tick())
             for worker in self.workers.values():
                 worker.run_step()
+                for pull_id in list(worker.pulls):
+                    worker.finish_pull(pull_id)
                 while worker.reports:
-                    self.feed(StepReported(worker.info.worker_id, worker.info.epoch, worker.reports.popleft()))
+                    self.feed(worker.event(worker.reports.popleft()))
             if all(w.is_idle for w in self.workers.values()):
                 break
         for client in self.clients.values():
@@ -285,6 +394,12 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.waiting == stats.running == 0
         assert all(w.pages.in_use == w.pages.retiring == 0 for w in stats.workers), "pages leaked"
+        assert all(w.num_pulling == 0 for w in stats.workers)
+        for view in self.engine._workers.values():
+            held = {unit for page in self.workers[view.worker_id].residents() for unit in page.unit_hashes}
+            assert set(view.pool.computed_units()) <= held, "the worker does not hold what it is said to"
+            tiers = {unit for units in self.workers[view.worker_id].tiers() for unit in units.stored}
+            assert self.engine.twin.units(view.worker_id)[Tier.HOST] == tiers
 
 
 TestEngineMachine = EngineMachine.TestCase

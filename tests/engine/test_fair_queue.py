@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.events import Request
-from scheduler.policy.fair_queue import OLDEST_EVERY, FairQueue
+from scheduler.policy.fair_queue import OLDEST_EVERY, FairQueue, charge
 from scheduler.sequence import LiveRequest, SeqState, Sequence
 from wire.ids import GatewayId, RequestId, SeqId, UnitHash
 from wire.sampling import SamplingParams
@@ -39,7 +39,7 @@ class Crowd:
         assert seq is not None
         self.queue.pop(seq)
         seq.state = SeqState.RUNNING
-        self.queue.charge(seq, tokens)
+        charge(seq, tokens)
         if ends:
             seq.state = SeqState.FINISHED
             self.queue.leave(seq)

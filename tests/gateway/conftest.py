@@ -81,8 +81,8 @@ async def open_stack(
     tracer: Tracer | None = None,
     **config: Any,
 ) -> AsyncIterator[Stack]:
-    """Everything but Redis, in a cell of its own. `config`: fields of GatewayConfig."""
-    cell = f"test-{secrets.token_hex(4)}"
+    """Everything but Redis, in a cell of its own. `config`: fields of GatewayConfig, and `cell_name`."""
+    cell = config.pop("cell_name", f"test-{secrets.token_hex(4)}")
     settings = GatewayConfig(
         cell=CellConfig(cell=cell, redis_url=redis_url),
         model=ModelConfig(model=str(model_dir), model_name="smollm2"),

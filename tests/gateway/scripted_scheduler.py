@@ -109,7 +109,7 @@ class ScriptedScheduler:
     async def reply(self, entry: RequestEntry, *items: ReplyItem, fence: int | None = None) -> None:
         """Publish one reply entry."""
         encoded = ReplyEntry(Fence(self.card.fence if fence is None else fence), list(items)).encode()
-        await self.redis.xadd(keys.replies(entry.gateway_id), cast(Any, encoded))
+        await self.redis.xadd(keys.replies(self.cell, entry.gateway_id), cast(Any, encoded))
 
     async def say(
         self,
@@ -133,7 +133,12 @@ class ScriptedScheduler:
     async def terminate(self, entry: RequestEntry, error_code: str | None = None, *, cached_tokens: int = 0) -> None:
         """Publish the terminal, then clean up, as the scheduler does."""
         stats = RequestStats(
-            prompt_tokens=len(entry.prompt), cached_tokens=cached_tokens, queue_s=0.001, prefill_s=0.002, decode_s=0.003
+            prompt_tokens=len(entry.prompt),
+            cached_tokens=cached_tokens,
+            queue_s=0.001,
+            prefill_s=0.002,
+            transfer_s=0.004,
+            decode_s=0.003,
         )
         message = None if error_code is None else f"scripted {error_code}"
         terminal = TerminalReply(entry.request_id, error_code, message, 7.0 if error_code else None, stats)

@@ -238,7 +238,8 @@ async def test_headers_name_the_request_and_its_phases(stack: Stack) -> None:
     body = {"model": "smollm2", "prompt": "x"}
     async with stack.http.post(f"{stack.url}/v1/completions", json=body) as response:
         assert response.headers["x-request-id"] == (await response.json())["id"]
-        assert response.headers["Server-Timing"] == "queue;dur=1.0, prefill;dur=2.0, decode;dur=3.0, stall;dur=0.0"
+        phases = "queue;dur=1.0, prefill;dur=2.0, transfer;dur=4.0, decode;dur=3.0, stall;dur=0.0"
+        assert response.headers["Server-Timing"] == phases
     headers = {"x-request-id": "mine-1"}
     async with stack.http.post(
         f"{stack.url}/v1/completions", json={**body, "stream": True}, headers=headers

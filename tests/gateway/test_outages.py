@@ -217,9 +217,9 @@ async def test_a_reply_stream_of_the_wrong_type_is_not_called_an_outage(
     new_stack: StackOpener, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_redis(redis_url) as redis:
-        stream = keys.replies(GatewayId("wrong-type"))
+        stream = keys.replies("wrong-type", GatewayId("g"))
         await redis.set(stream, "x")
-        async with new_stack(saying([2]), gateway_id="wrong-type") as stack:
+        async with new_stack(saying([2]), cell_name="wrong-type", gateway_id="g") as stack:
             assert await until_health(stack, 503) == "the reply stream cannot be read yet"
             assert "WRONGTYPE" in caplog.text
             await redis.delete(stream)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.gateway.conftest import Stack
 from tests.gateway.scripted_scheduler import begins
+from wire import keys
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -72,7 +73,7 @@ async def test_a_gap_that_the_scheduler_publishes_later_is_waited_for(stack: Sta
 async def test_an_entry_that_nobody_understands_is_skipped(stack: Stack) -> None:
     answer = asyncio.create_task(stack.complete())
     scheduler, entry = stack.scheduler, await stack.scheduler.arrived.get()
-    stream = f"replies:{entry.gateway_id}"
+    stream = keys.replies(scheduler.cell, entry.gateway_id)
     await scheduler.redis.xadd(stream, {"v": "99", "body": "{}"})
     await scheduler.redis.xadd(stream, {"v": "1", "body": '{"fence": 8, "items": [["z"]]}'})
     await scheduler.say(entry, [*stack.encode("Hi"), 2])

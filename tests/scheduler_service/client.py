@@ -85,7 +85,7 @@ class Gateway:
         while True:
             try:
                 await self.redis.zadd(keys.gateways(CELL), {GATEWAY: time.time() + keys.GATEWAY_LEASE_TTL_S})
-                for _, entries in await self.redis.xread({keys.replies(GATEWAY): position}, block=200) or ():
+                for _, entries in await self.redis.xread({keys.replies(CELL, GATEWAY): position}, block=200) or ():
                     for entry_id, raw in entries:
                         position = entry_id
                         await self._take(ReplyEntry.decode(raw))

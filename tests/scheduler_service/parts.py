@@ -51,7 +51,7 @@ async def submit(redis: Redis, entry: RequestEntry, lane: str = "interactive") -
 
 
 async def replies(redis: Redis, gateway_id: GatewayId = GATEWAY) -> list[ReplyEntry]:
-    return [ReplyEntry.decode(raw) for _, raw in cast(Any, await redis.xrange(keys.replies(gateway_id)))]
+    return [ReplyEntry.decode(raw) for _, raw in cast(Any, await redis.xrange(keys.replies(CELL, gateway_id)))]
 
 
 async def reply_items(redis: Redis, gateway_id: GatewayId = GATEWAY) -> list[ReplyItem]:

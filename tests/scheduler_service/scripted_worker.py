@@ -22,7 +22,7 @@ from wire import keys
 from wire import worker_pb2 as pb
 from wire.entries import WorkerEntry
 from wire.ids import WorkerId
-from wire.plan import ModelCard
+from wire.plan import ModelCard, StepReport
 from wire.worker_codec import decode_plan, encode_hello, encode_report, encode_residents
 from wire.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
@@ -85,7 +85,9 @@ class ScriptedWorker(WorkerServicer):
             await self.running.wait()
             paged.run_step()
             while paged.reports:
-                await context.write(pb.ToScheduler(report=encode_report(paged.reports.popleft())))
+                report = paged.reports.popleft()
+                assert isinstance(report, StepReport)  # it takes part in no pull
+                await context.write(pb.ToScheduler(report=encode_report(report)))
             await asyncio.sleep(self.step_s)
 
 

@@ -15,14 +15,15 @@ from scheduler.stats import EngineStats, WorkerStats
 from tests.engine.paged_worker import CARD
 from tests.scheduler_service.parts import CELL, GATEWAY, Parts, until
 from wire import keys
-from wire.entries import CellCard
+from wire.entries import CellCard, CellWorker
 from wire.ids import WorkerId
-from wire.plan import ModelCard
+from wire.plan import ModelCard, Role
 
 
 def stats(num_workers: int, model: ModelCard | None = CARD) -> EngineStats:
     pages = PoolCounts(free=5, cached=2, in_use=3, retiring=0)
-    workers = [WorkerStats(WorkerId(f"w{i}"), 1, 10, pages) for i in range(num_workers)]
+    roles = (Role.BOTH, Role.DECODE)
+    workers = [WorkerStats(WorkerId(f"w{i}"), 1, 10, pages, roles[i], num_pulling=i) for i in range(num_workers)]
     return EngineStats(4, num_workers, 0, 0, workers, model, 161, 2.5)
 
 
@@ -54,7 +55,8 @@ async def test_the_card_says_what_gateways_admit_by_and_lapses_with_its_schedule
     shown = Shown(parts, stats(2))
     async with shown.running():
         await until(lambda: shown.shows(2))
-    assert await shown.card() == CellCard("model", "r0", 50, 400, 161, [1], 2, parts.fence, 2.5)
+    workers = [CellWorker(WorkerId("w0"), Role.BOTH, 1), CellWorker(WorkerId("w1"), Role.DECODE, 1)]
+    assert await shown.card() == CellCard("model", "r0", 50, 400, 161, [1], 2, parts.fence, 2.5, workers)
     assert 0 < await parts.redis.pttl(keys.cell_card(CELL)) <= keys.SCHEDULER_LEASE_TTL_S * 1000
 
 
@@ -110,7 +112,9 @@ async def test_gauges_show_the_engine_and_forget_lost_workers(parts: Parts) -> N
         await until(lambda: shown.shows(2))
         scrape = generate_latest(parts.metrics.registry).decode()
         assert 'vllm:num_requests_waiting{model_name="model"} 4.0' in scrape
-        assert 'worker="w1"' in scrape and "phasemesh_scheduler_workers 2.0" in scrape
+        assert 'phasemesh_scheduler_worker_sequences{role="decode",worker="w1"} 1.0' in scrape
+        assert 'phasemesh_scheduler_pulls_in_flight{worker="w1"} 1.0' in scrape
+        assert [f'phasemesh_scheduler_workers{{role="{role}"}} 1.0' in scrape for role in Role] == [False, True, True]
         shown.now = stats(1)
         shown.publisher.workers_changed()
         await until(lambda: shown.shows(1))
@@ -122,8 +126,26 @@ async def test_a_scheduler_that_is_not_active_any_more_has_no_gauges(parts: Part
     async with shown.running():
         await until(lambda: shown.shows(2))
     scrape = generate_latest(parts.metrics.registry).decode()
-    assert "phasemesh_scheduler_workers 0.0" in scrape and 'worker="' not in scrape
+    assert all(f'phasemesh_scheduler_workers{{role="{role}"}} 0.0' in scrape for role in Role)
+    assert 'worker="' not in scrape
     assert "vllm:num_requests_waiting{" not in scrape and "vllm:num_requests_running{" not in scrape
+
+
+async def test_a_worker_whose_role_changed_is_shown_under_the_new_one_only(parts: Parts) -> None:
+    shown = Shown(parts, stats(1))
+    async with shown.running():
+        await until(lambda: shown.shows(1))
+        shown.now = replace(shown.now, workers=[replace(shown.now.workers[0], role=Role.PREFILL)])
+        shown.publisher.workers_changed()
+        await until(lambda: in_role(shown, Role.PREFILL))
+        scrape = generate_latest(parts.metrics.registry).decode()
+    assert 'phasemesh_scheduler_worker_sequences{role="prefill",worker="w0"} 1.0' in scrape
+    assert scrape.count("phasemesh_scheduler_worker_sequences{") == 1
+
+
+async def in_role(shown: Shown, role: Role) -> bool:
+    card = await shown.card()
+    return card is not None and card.workers[0].role is role
 
 
 async def test_the_gauges_of_a_model_end_with_it(parts: Parts) -> None:

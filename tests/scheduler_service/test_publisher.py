@@ -59,7 +59,7 @@ async def test_a_turn_is_one_entry_per_gateway_with_all_its_items_in_order(parts
     [entry] = await replies(parts.redis)
     assert entry.items == items and entry.fence == parts.fence
     assert [e.items for e in await replies(parts.redis, other)] == [[tokens(0, 9)]]
-    assert await parts.redis.ttl(keys.replies(GATEWAY)) > 0
+    assert await parts.redis.ttl(keys.replies(CELL, GATEWAY)) > 0
 
 
 async def test_tokens_of_several_steps_that_wait_together_are_one_item(parts: Parts) -> None:
@@ -98,7 +98,7 @@ async def test_output_reaches_the_journal_within_a_second_and_names_its_place_in
         parts.publisher.publish(GATEWAY, tokens(0, 1, 2))
         await until(lambda: parts.redis.exists(keys.journal(CELL, R)), timeout_s=1.5)
     journal = await journal_of(parts.redis, R)
-    [(entry_id, _)] = await parts.redis.xrange(keys.replies(GATEWAY))
+    [(entry_id, _)] = await parts.redis.xrange(keys.replies(CELL, GATEWAY))
     assert journal.output(0).tokens == [1, 2]
     assert journal.tail == entry_id
 
@@ -190,7 +190,7 @@ async def test_one_reply_stream_of_another_type_costs_its_gateway_only(
 ) -> None:
     evil = GatewayId("evil")
     await _pending_request(parts)
-    await parts.redis.set(keys.replies(evil), "x")
+    await parts.redis.set(keys.replies(CELL, evil), "x")
     async with running(parts):
         for position in range(2):
             parts.publisher.publish(evil, TokensReply(RequestId("e"), 0, position, [9]))
@@ -198,7 +198,7 @@ async def test_one_reply_stream_of_another_type_costs_its_gateway_only(
             await until(lambda position=position: _published(parts.redis, GATEWAY, position + 1))  # type: ignore[misc]
         parts.terminals.finish(TerminalReply(R))
         await until(lambda: is_closed(parts.redis, R))
-    assert caplog.text.count("Redis refuses replies:evil") == 1
+    assert caplog.text.count("Redis refuses {test}:replies:evil") == 1
 
 
 async def test_a_request_whose_reply_stream_is_refused_is_closed_with_all_its_output_in_the_journal(
@@ -207,11 +207,11 @@ async def test_a_request_whose_reply_stream_is_refused_is_closed_with_all_its_ou
     await _pending_request(parts)
     parts.publisher.publish(GATEWAY, tokens(0, 1))
     await parts.publisher.flush(5)
-    await parts.redis.rename(keys.replies(GATEWAY), "aside")
-    await parts.redis.set(keys.replies(GATEWAY), "x")
+    await parts.redis.rename(keys.replies(CELL, GATEWAY), "aside")
+    await parts.redis.set(keys.replies(CELL, GATEWAY), "x")
     parts.publisher.publish(GATEWAY, tokens(1, 2))
     await parts.publisher.flush(5)
-    await parts.redis.delete(keys.replies(GATEWAY))
+    await parts.redis.delete(keys.replies(CELL, GATEWAY))
     parts.publisher.publish(GATEWAY, tokens(2, 3))
     parts.terminals.finish(TerminalReply(R))
     await parts.publisher.flush(5)

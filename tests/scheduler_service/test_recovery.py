@@ -42,7 +42,7 @@ class Predecessor:
 
     async def publish(self, *items: ReplyItem, fence: Fence = OLD_FENCE) -> bytes:
         fields: Any = ReplyEntry(fence, list(items)).encode()
-        return cast(bytes, await self.redis.xadd(keys.replies(GATEWAY), fields))
+        return cast(bytes, await self.redis.xadd(keys.replies(CELL, GATEWAY), fields))
 
     async def journal(self, **fields: Any) -> None:
         renamed: Any = {name.replace("_", ":"): value for name, value in fields.items()}
@@ -138,7 +138,7 @@ async def test_a_published_terminal_is_published_again_and_the_request_closed(
     await predecessor.read()
     await predecessor.publish(tokens(0, 1), ChoiceReply(R, 0, 1, "error"), terminal)
     if in_journal:
-        await parts.redis.delete(keys.replies(GATEWAY))
+        await parts.redis.delete(keys.replies(CELL, GATEWAY))
         await predecessor.journal(terminal=encode_terminal(OLD_FENCE, terminal))
     await parts.recovery.run()
     await flushed(parts)
@@ -196,7 +196,7 @@ async def neighbour(parts: Parts) -> RequestId:
         keys.SCHEDULER_GROUP, keys.SCHEDULER_CONSUMER, {keys.requests(CELL, "interactive"): ">"}
     )
     await parts.redis.xadd(
-        keys.replies(entry.gateway_id),
+        keys.replies(CELL, entry.gateway_id),
         ReplyEntry(OLD_FENCE, [TokensReply(entry.request_id, 0, 0, [8, 9])]).encode(),
     )
     return entry.request_id
@@ -236,7 +236,7 @@ async def test_a_reply_stream_of_another_type_costs_its_own_requests_only(
 ) -> None:
     await predecessor.read()
     await predecessor.journal(o_0_0=pack_tokens([1, 2]))
-    await parts.redis.set(keys.replies(GATEWAY), "x")
+    await parts.redis.set(keys.replies(CELL, GATEWAY), "x")
     progress = await progress_of_all(parts)
     assert progress == {R: (ChoiceProgress(0, [1, 2]),), neighbour: (ChoiceProgress(0, [8, 9]),)}
     parts.terminals.finish(TerminalReply(R))

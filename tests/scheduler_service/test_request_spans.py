@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 from observability import names
 from observability.tracing import AttributeValue, NullTracer, SpanKind
-from scheduler.commands import Admission, RouteCandidate, Timeline
+from scheduler.commands import Admission, RouteCandidate, Timeline, Transfer
 from scheduler.request_spans import RequestSpans
 from tests.scheduler_service.parts import CELL, request_entry
 from wire.entries import RequestStats, TerminalReply
 from wire.ids import RequestId, WorkerId
+from wire.plan import Role
 
 PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 
@@ -107,6 +108,81 @@ def test_a_request_is_one_span_from_arrival_to_terminal_with_its_queue_and_route
     assert route.attributes[names.ROUTE_WORKERS] == ["w1", "w2"]
     assert route.attributes[names.ROUTE_COSTS] == [10.0, 20.0]
     assert rerouted.attributes[names.RESUMED] is True
+
+
+W1, W2 = WorkerId("w1"), WorkerId("w2")
+
+
+def drawn(told: Timeline, stats: RequestStats | None = None) -> dict[str, RecordedSpan]:
+    """The spans of one finished request, by name."""
+    tracer = RecordingTracer()
+    spans = RequestSpans(tracer, CELL)
+    spans.open(request_entry("r"), told.arrived_s)
+    spans.finish(TerminalReply(RequestId("r"), stats=stats or RequestStats()), told)
+    return {span.name: span for span in tracer.spans}
+
+
+def test_a_route_shows_every_term_of_every_candidate_and_what_the_prediction_became() -> None:
+    candidates = (
+        RouteCandidate(W1, 64.0, 32.0, 3.0, 2.0, 512.0, 40.0, "w2", 0.8, 0.1, disturbed_decodes=7.0),
+        RouteCandidate(W2, 16.0, 900.0, 0.0, 5.0),
+    )
+    admission = Admission(
+        0, 100.0, 101.0, W1, 16, candidates, False, 512, W2, predicted_cached_tokens=48, role=Role.DECODE
+    )
+    route = drawn(Timeline(100.0, [admission]))[names.SPAN_ROUTE].attributes
+    assert {name: route[name] for name in route if name.startswith("phasemesh.route.")} == {
+        names.ROUTE_WORKERS: ["w1", "w2"],
+        names.ROUTE_COSTS: [148.0, 921.0],
+        names.ROUTE_UNCACHED_TOKENS: [64.0, 16.0],
+        names.ROUTE_QUEUED_TOKENS: [32.0, 900.0],
+        names.ROUTE_KV_PRESSURE: [3.0, 0.0],
+        names.ROUTE_ACTIVE_DECODES: [2.0, 5.0],
+        names.ROUTE_PULL_COSTS: [40.0, 0.0],
+        names.ROUTE_DISTURBED_DECODES: [7.0, 0.0],
+        names.ROUTE_PULLED_TOKENS: [512.0, 0.0],
+        names.ROUTE_PULL_SOURCES: ["w2", ""],
+        names.ROUTE_PREDICTED_PREFILL_S: [0.8, 0.0],
+        names.ROUTE_PREDICTED_PULL_S: [0.1, 0.0],
+    }
+    assert (route[names.CACHED_TOKENS], route[names.PREDICTED_CACHED_TOKENS]) == (16, 48)
+    assert (route[names.PULLED_TOKENS], route[names.PULL_SOURCE], route[names.ROLE]) == (512, "w2", "decode")
+
+
+def test_the_terms_of_a_cost_add_up_to_it() -> None:
+    candidates = (RouteCandidate(W1, 1.0, 2.0, 4.0, 8.0, pull_cost_tokens=16.0, disturbed_decodes=32.0),)
+    admission = Admission(0, 100.0, 101.0, W1, 16, candidates, resumed=False)
+    route = drawn(Timeline(100.0, [admission]))[names.SPAN_ROUTE].attributes
+    terms = (
+        names.ROUTE_UNCACHED_TOKENS,
+        names.ROUTE_QUEUED_TOKENS,
+        names.ROUTE_KV_PRESSURE,
+        names.ROUTE_ACTIVE_DECODES,
+        names.ROUTE_PULL_COSTS,
+        names.ROUTE_DISTURBED_DECODES,
+    )
+    assert sorted(route[term] for term in terms) == [[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]]  # type: ignore[type-var]
+    assert route[names.ROUTE_COSTS] == [63.0]
+    assert names.PULL_SOURCE not in route
+
+
+def test_a_transfer_is_a_span_of_its_own_and_fails_with_its_reason() -> None:
+    came = Transfer(1, 101.0, 101.5, W2, W1, 8, 4096, "shm", is_handoff=True)
+    told = Timeline(100.0, transfers=[came])
+    span = drawn(told, RequestStats(transfer_s=0.5))[names.SPAN_KV_TRANSFER]
+    assert (span.start_unix_ns, span.end_unix_ns, span.failure) == (101 * 10**9, 101_500_000_000, None)
+    assert span.attributes == {
+        names.CHOICE: 1,
+        names.TRANSFER_SOURCE: "w2",
+        names.TRANSFER_TARGET: "w1",
+        names.TRANSFER_TOKENS: 128,
+        names.TRANSFER_BYTES: 4096,
+        names.TRANSFER_TRANSPORT: "shm",
+        names.TRANSFER_HANDOFF: True,
+    }
+    assert drawn(told, RequestStats(transfer_s=0.5))[names.SPAN_SCHEDULE].attributes[names.TRANSFER_SECONDS] == 0.5
+    cut_off = Transfer(0, 101.0, 101.5, W2, W1, 0, 0, "grpc", failure="the source is gone")
+    assert drawn(Timeline(100.0, transfers=[cut_off]))[names.SPAN_KV_TRANSFER].failure == "the source is gone"
 
 
 def test_an_error_fails_the_span_with_its_code() -> None:

@@ -9,6 +9,7 @@ from wire.entries import (
     MAX_LOGPROBS,
     CancelEntry,
     CellCard,
+    CellWorker,
     ChoiceReply,
     ReplyEntry,
     RequestEntry,
@@ -103,6 +104,7 @@ request_stats = st.builds(
     prefill_s=seconds,
     decode_s=seconds,
     stall_s=seconds,
+    transfer_s=seconds,
     preemptions=u32,
     worker_id=text,
 )
@@ -126,7 +128,7 @@ reply_items = st.one_of(
     ),
 )
 reply_entries = st.builds(ReplyEntry, fence=u64, items=st.lists(reply_items, max_size=4))
-worker_entries = st.builds(WorkerEntry, worker_id=text, address=text, epoch=u64, pid=u32)
+worker_entries = st.builds(WorkerEntry, worker_id=text, address=text, epoch=u64, pid=u32, role=st.sampled_from(Role))
 cell_cards = st.builds(
     CellCard,
     model_name=text,
@@ -138,6 +140,7 @@ cell_cards = st.builds(
     num_workers=u32,
     fence=u64,
     predicted_drain_s=seconds,
+    workers=st.lists(st.builds(CellWorker, worker_id=text, role=st.sampled_from(Role), running=u32), max_size=3),
 )
 
 # wire.plan

@@ -77,6 +77,8 @@ def test_a_set_but_empty_variable_is_unset() -> None:
         (WorkerConfig, "PHASEMESH_WEIGHT_DTYPE", "int4", "one of auto, float32, bfloat16, int8"),
         (WorkerConfig, "PHASEMESH_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
         (WorkerConfig, "PHASEMESH_KV_PAGE_SIZE", "8", "at least 16"),
+        (WorkerConfig, "PHASEMESH_WORKER_ROLE", "boss", "one of prefill, decode, both"),
+        (WorkerConfig, "PHASEMESH_WORKER_MIN_PROMPT_TOKENS", "-1", "at least 0"),
         (LauncherConfig, "PHASEMESH_START_REDIS", "perhaps", "not on or off"),
     ],
 )
@@ -118,6 +120,22 @@ def test_documents_name_only_variables_that_exist() -> None:
     for document in [*root.glob("*.md"), *root.glob("docs/**/*.md")]:
         named = set(re.findall(rf"{PREFIX}[A-Z0-9_]*[A-Z0-9]", document.read_text()))
         assert named <= known_variables(), document
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [("0", "0"), ("5", "0"), ("0", "5"), ("5", "5"), ("5", "6")])
+def test_a_pool_by_prompt_length_may_be_bounded_on_either_side(shortest: str, longest: str) -> None:
+    environ = {"PHASEMESH_WORKER_MIN_PROMPT_TOKENS": shortest, "PHASEMESH_WORKER_MAX_PROMPT_TOKENS": longest}
+    config = load(WorkerConfig, environ)
+    assert (config.min_prompt_tokens, config.max_prompt_tokens) == (int(shortest), int(longest))
+
+
+def test_a_pool_that_no_prompt_fits_is_refused_by_name() -> None:
+    environ = {"PHASEMESH_WORKER_MIN_PROMPT_TOKENS": "6", "PHASEMESH_WORKER_MAX_PROMPT_TOKENS": "5"}
+    for cls in (WorkerConfig, LauncherConfig):
+        with pytest.raises(ConfigInvalid) as caught:
+            load(cls, environ)
+        assert caught.value.param == "PHASEMESH_WORKER_MAX_PROMPT_TOKENS"
+        assert "at least PHASEMESH_WORKER_MIN_PROMPT_TOKENS, 6" in caught.value.message
 
 
 def test_configuration_cannot_be_changed_after_loading() -> None:

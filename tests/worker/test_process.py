@@ -23,6 +23,7 @@ from tests.worker.test_session import Stream
 from wire import keys
 from wire.entries import WorkerEntry
 from wire.ids import WorkerId
+from wire.plan import Role
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -61,6 +62,8 @@ async def test_a_worker_serves_the_real_model_and_stops_cleanly(smollm2_dir: Pat
             REDIS_URL=redis_url,
             CELL=CELL,
             WORKER_ID="w1",
+            WORKER_ROLE="decode",
+            WORKER_MIN_PROMPT_TOKENS="2000",
             WORKER_HEALTH_PORT=health.rpartition(":")[2],
             KV_PAGES="32",
             KV_PAGE_SIZE="16",
@@ -88,11 +91,12 @@ async def test_a_worker_serves_the_real_model_and_stops_cleanly(smollm2_dir: Pat
         await until(registered)
         raw = cast(dict[bytes, bytes], await redis.hgetall(keys.worker(CELL, WorkerId("w1"))))
         entry = WorkerEntry.decode(raw)
-        assert entry.pid == process.pid
+        assert (entry.pid, entry.role) == (process.pid, Role.DECODE)
         async with grpc.aio.insecure_channel(entry.address) as channel:
             stream = Stream(channel)
             hello, residents = await stream.attach(fence=1)
             assert (hello.epoch, hello.num_pages, residents) == (entry.epoch, 32, [])
+            assert (hello.role, hello.min_prompt_tokens, hello.max_prompt_tokens) == (Role.DECODE, 2000, 0)
             prompt = list(range(100, 120))
             first = chunk(1, 0, 20, tokens=prompt, pages=grant([1, 2], 32), sampling=greedy(8, ignore_eos=True))
             tokens = tokens_of(await stream.run(plan(1, chunks=[first], max_steps=8)), 1)

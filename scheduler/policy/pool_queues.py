@@ -1,0 +1,66 @@
+"""A fair queue for each pool of workers by prompt length: who waits for one pool holds up nobody for another. Pure.
+
+A sequence belongs for good to the pools that suited its prompt when it arrived. Tenants are served fairly within a
+pool; what one was served in another does not count there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TypeAlias
+
+from scheduler.policy.fair_queue import FairQueue
+from scheduler.sequence import Sequence
+from scheduler.worker_view import WorkerView
+
+Pools: TypeAlias = tuple[tuple[int, int], ...]
+"""The ranges of prompt lengths (WorkerInfo) that hold a prompt's: usually one, (0, 0) for any."""
+
+ANY: Pools = ((0, 0),)
+
+
+class PoolQueues:
+    def __init__(self) -> None:
+        self._queues: dict[Pools, FairQueue] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Every waiting sequence once, in no useful order."""
+        return (seq for queue in self._queues.values() for seq in queue)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of all sequences that wait."""
+        return sum(queue.waiting_tokens for queue in self._queues.values())
+
+    def heads(self) -> list[FairQueue]:
+        """The queues in which somebody waits: each has one to admit next. Pools may have workers in common: first the
+        queue whose head has waited longest, so that none of them starves."""
+        busy = [queue for queue in self._queues.values() if len(queue)]
+        return sorted(busy, key=_waits_since) if len(busy) > 1 else busy
+
+    def push(self, seq: Sequence, workers: Collection[WorkerView]) -> None:
+        if not seq.pools:
+            ranges = {(w.info.min_prompt_tokens, w.info.max_prompt_tokens) for w in workers if w.suits(seq.num_prompt)}
+            seq.pools = tuple(sorted(ranges)) or ANY
+        self._queues.setdefault(seq.pools, FairQueue()).push(seq)
+
+    def pop(self, seq: Sequence) -> None:
+        """The sequence at its queue's head is admitted: its state says so from now on."""
+        self._queues[seq.pools].pop(seq)
+
+    def discard(self, seq: Sequence) -> None:
+        """A waiting sequence ended: its state says so already."""
+        self._queues[seq.pools].discard(seq)
+
+    def leave(self, seq: Sequence) -> None:
+        """A running sequence finished, or was taken off its worker (then push it first)."""
+        self._queues[seq.pools].leave(seq)
+
+
+def _waits_since(queue: FairQueue) -> float:
+    head = queue.peek()
+    assert head is not None  # somebody waits
+    return head.queued_s

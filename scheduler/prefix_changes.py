@@ -1,0 +1,48 @@
+"""What the workers of a cell hold, told to the twin at once and to the index in Redis by command. Pure.
+
+Only computed units are told: a unit is findable on its own worker from dispatch, elsewhere from the report on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstore.prefix_twin import PrefixTwin
+from scheduler.commands import UpdateIndex
+from scheduler.worker_view import WorkerView
+from wire.ids import UnitHash
+from wire.plan import Tier, TierUnits
+
+
+class PrefixChanges:
+    def __init__(self) -> None:
+        self.twin = PrefixTwin()
+
+    def worker_up(self, worker: WorkerView, tiers: Iterable[TierUnits]) -> list[UpdateIndex]:
+        """A session began: what the twin and the index had of this worker is void."""
+        self.worker_down(worker)
+        return [self.pages_changed(worker, fresh=True), *(self.tier_changed(worker, units) for units in tiers)]
+
+    def worker_down(self, worker: WorkerView) -> None:
+        """It cannot be asked for its KV; the index forgets it when its lease ends, or when it comes back."""
+        self.twin.drop_worker(worker.worker_id)
+
+    def pages_changed(self, worker: WorkerView, *, fresh: bool = False) -> UpdateIndex:
+        """What came into the worker's pages, and what went, since the last call."""
+        changes = worker.pool.take_changes()
+        stored = [unit_hash for unit_hash, is_there in changes.items() if is_there]
+        dropped = [unit_hash for unit_hash, is_there in changes.items() if not is_there]
+        return self._changed(worker, Tier.DEVICE, stored, dropped, fresh=fresh)
+
+    def tier_changed(self, worker: WorkerView, units: TierUnits) -> UpdateIndex:
+        """The worker said so."""
+        return self._changed(worker, units.tier, units.stored, units.dropped)
+
+    def _changed(
+        self, worker: WorkerView, tier: Tier, stored: list[UnitHash], dropped: list[UnitHash], *, fresh: bool = False
+    ) -> UpdateIndex:
+        for unit_hash in dropped:
+            self.twin.remove(worker.worker_id, unit_hash, tier)
+        for unit_hash in stored:
+            self.twin.add(worker.worker_id, unit_hash, tier)
+        return UpdateIndex(worker.worker_id, worker.epoch, tier, stored, dropped, fresh)
