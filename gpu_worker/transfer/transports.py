@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gpu_worker.transfer.host_pages import HostPages
-from gpu_worker.transfer.port import KvPages, UnitPlace
+from gpu_worker.transfer.port import KvPages
 
 SHM, NIXL, GRPC = "shm", "nixl", "grpc"
 TRANSPORTS = (SHM, NIXL, GRPC)
@@ -27,8 +27,8 @@ class MemoryReader(Protocol):
         """`unchanged` costs next to nothing, and is worth asking after every layer."""
         ...
 
-    def copy(self, layer: int, places: Sequence[UnitPlace]) -> None:
-        """Bring one layer of the offered units to places, in the offer's order."""
+    def copy(self, layer: int) -> None:
+        """Bring one layer of the offered units to where they go."""
         ...
 
     def unchanged(self) -> bool:
