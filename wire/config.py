@@ -169,6 +169,12 @@ class WorkerConfig:
     )
     num_pages: int | None = env("KV_PAGES", None, "KV pages; default: from KV_MEMORY_MB.", minimum=2)
     kv_memory_mb: int = env("KV_MEMORY_MB", 1024, "Memory of the KV pool in MiB when KV_PAGES is unset.", minimum=1)
+    kv_transport: str = env(
+        "KV_TRANSPORT",
+        "auto",
+        "How KV comes from another worker. auto: shared memory on one host, NIXL where installed, else gRPC.",
+        choices=("auto", "grpc"),
+    )
     threads: int | None = env("WORKER_THREADS", None, "Compute threads; default: all cores.", minimum=1)
 
     def __post_init__(self) -> None:
