@@ -191,5 +191,5 @@ async def test_the_mesh_brings_back_what_its_pages_lost(tier: Tier, smollm2_dir:
                 await asyncio.to_thread(wait_units, worker, tier, 31)
             answer = await ask()
             assert answer.cached_tokens >= 16 * 16
-            assert worker.metric("phasemesh_worker_tier_reads_total", f'{label},result="hit"') >= 16
+            assert worker.metric("phasemesh_worker_tier_reads_total", f'result="hit",{label}') >= 16
         stack.wait_no_page_in_use()
