@@ -1,7 +1,6 @@
 """Prometheus metrics of each service. One object per process, with its own registry, so tests can make many.
 
 A fact has one name: where LLM servers already have a `vllm:` one, that; else `phasemesh_…`. Seconds, tokens and
-pages, never milliseconds; bytes only of what went over a link. Fields with labels are used as
 pages, never milliseconds; bytes where KV is not in pages. Fields with labels are used as
 `metrics.requests.labels(route, status).inc()`.
 """

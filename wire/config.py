@@ -54,16 +54,16 @@ class ModelConfig:
 
 
 MAX_SIMULATED_US = 10e6
-"""A part of a step that takes longer simulates nothing one could wait for."""
+"""A part of a step, or of a pull, that takes longer simulates nothing one could wait for."""
 
 
-def _simulated_us(name: str, help_text: str) -> Any:
-    return env(f"SIMULATED_{name}_US", 0.0, f"Simulated step: {help_text}, in µs.", minimum=0, maximum=MAX_SIMULATED_US)
+def _simulated_us(name: str, help_text: str, *, of: str = "step") -> Any:
+    return env(f"SIMULATED_{name}_US", 0.0, f"Simulated {of}: {help_text}, in µs.", minimum=0, maximum=MAX_SIMULATED_US)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """A worker without a model: fixed + max(weights + context, prefill + decode) per step."""
+    """A worker without a model: fixed + max(weights + context, prefill + decode) per step, fixed + units per pull."""
 
     simulate: bool = env(
         "SIMULATE",
@@ -75,6 +75,8 @@ class SimulationConfig:
     context_token_us: float = _simulated_us("CONTEXT_TOKEN", "of memory, each KV position read")
     prefill_token_us: float = _simulated_us("PREFILL_TOKEN", "of compute, each token of a prefill chunk")
     decode_token_us: float = _simulated_us("DECODE_TOKEN", "of compute, each decode")
+    pull_fixed_us: float = _simulated_us("PULL_FIXED", "what each takes, plus its units", of="pull of KV")
+    pull_unit_us: float = _simulated_us("PULL_UNIT", "each unit of 16 tokens", of="pull of KV")
 
 
 @dataclass(frozen=True, slots=True)
