@@ -110,7 +110,7 @@ def open_codec(kv_format: KvFormat, namespace: str, dtype: LowerTierDtype) -> Un
         return UnitCodec(layout, dtype, PlainRows(layout))
     from gpu_worker.tiers.quantized_rows import QUANTIZABLE, QuantizedRows  # torch, which simulated workers lack
 
-    if layout.dtype not in QUANTIZABLE:
+    if QUANTIZABLE.get(kv_format.dtype) != kv_format.element_bytes:  # simulated KV has its model's type, and no numbers
         raise ConfigInvalid(
             f"PHASEMESH_LOWER_TIER_DTYPE={dtype}: KV pages of {layout.dtype} cannot be rounded; "
             f"only {', '.join(QUANTIZABLE)}",

@@ -98,8 +98,8 @@ def test_the_budget_is_the_cells(redis_url: str, redis: Redis, cell: str) -> Non
             there = [n for n in range(12) if redis.exists(key(cell, n))]
             assert there == list(range(max(0, number - 3), number + 1))
             assert int(redis.get(keys.kv_total(cell)) or 0) == len(there) * SIZE
+        assert told_two == {a_hash(9), a_hash(11)}, "who stores learns at once what went"
         one.upkeep()
-        two.upkeep()
         assert (told_one, told_two) == ({a_hash(8), a_hash(10)}, {a_hash(9), a_hash(11)})
 
 
@@ -126,6 +126,19 @@ def test_a_unit_larger_than_the_budget_is_refused_and_costs_nobody(redis_url: st
         assert not small.put(a_hash(2), encoded(2))
         assert told == set()
         assert large.get(a_hash(1)) is not None
+
+
+def test_a_unit_that_redis_itself_evicted_is_stored_again_and_counted_once(
+    redis_url: str, redis: Redis, cell: str
+) -> None:
+    with opened(redis_url, cell) as (store, told):
+        store.put(a_hash(1), encoded(1))
+        redis.delete(key(cell, 1))
+        store.put(a_hash(1), encoded(1))
+        assert told == {a_hash(1)}
+        assert redis.exists(key(cell, 1))
+        assert redis.zcard(keys.kv_order(cell)) == 1
+        assert int(redis.get(keys.kv_total(cell)) or 0) == SIZE
 
 
 def test_a_lost_sum_is_made_again(redis_url: str, redis: Redis, cell: str) -> None:
