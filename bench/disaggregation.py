@@ -94,6 +94,7 @@ def measure_once(cell: Cell, arm: Arm, requests: Sequence[PromptRequest], seed: 
         return Measured(run.outcomes, run.duration_s, 0.0, ())
     variables = {
         "ROUTING": ROUTING,
+        "ROLES": ",".join(roles),
         "ROUTING_SEED": str(seed),
         "KV_PAGES": str(cell.pages),
         "KV_PAGE_SIZE": str(PAGE_SIZE),

@@ -25,6 +25,7 @@ READY = b"Ctrl-C stops it."
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.02
+METRICS_TIMEOUT_S = 10.0
 INHERITED = frozenset({"PHASEMESH_MODEL", "PHASEMESH_MODEL_NAME", "PHASEMESH_CACHE_DIR"})
 """Of our own variables, the ones a stack takes from its caller: which model, and where it lies."""
 _SERVICE_READY = re.compile(r"(\S+) is ready after ([0-9.]+) s")
@@ -44,19 +45,27 @@ class Stack:
         """By service, `worker-1` and so on; those of now, as a service that dies is started again."""
         return {service["name"]: int(service["pid"]) for service in self._services()}
 
+    def redis_url(self) -> str:
+        return str(next(s["health_url"] for s in self._services() if s["name"] == "redis"))
+
     def metric(self, service: str, name: str, label: str = "") -> float:
         """Sum of the samples of a service's metric that carry the label. Raises BenchFailed when there is none."""
         health_url = next(s["health_url"] for s in self._services() if s["name"] == service)
-        with urllib.request.urlopen(health_url.replace("/health", "/metrics"), timeout=10.0) as answer:
-            lines = answer.read().decode().splitlines()
-        rows = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line]
-        if not rows:
-            raise BenchFailed(f"{service} exports no {name} {label}")
-        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+        return metric(health_url, name, label)
 
     def _services(self) -> list[dict[str, Any]]:
         services: list[dict[str, Any]] = json.loads((self.state_dir / "stack.json").read_text())["services"]
         return services
+
+
+def metric(health_url: str, name: str, label: str = "") -> float:
+    """Of the service whose /health is there. Raises BenchFailed when it exports none such."""
+    with urllib.request.urlopen(health_url.replace("/health", "/metrics"), timeout=METRICS_TIMEOUT_S) as answer:
+        lines = answer.read().decode().splitlines()
+    rows = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line]
+    if not rows:
+        raise BenchFailed(f"{health_url} exports no {name} {label}")
+    return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
 
 @contextmanager
