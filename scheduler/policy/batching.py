@@ -120,6 +120,8 @@ class PlanBuilder:
 
     def _repeat_is_short(self, worker: WorkerView) -> bool:
         """Whether the newest lease ends, or a decode reaches its last slot, within half a lease."""
+        if not worker.pool.num_available and worker.num_stalled() == len(worker.decoding):
+            return False  # none could take a step: whoever gives pages back has the worker planned again
         if worker.lease_left() <= worker.half_lease:
             return True
         return bool(worker.urgent) and worker.pool.num_available > 0

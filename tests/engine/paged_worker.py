@@ -105,7 +105,7 @@ class PagedWorker:
             min_prompt_tokens=prompt_range[0],
             max_prompt_tokens=prompt_range[1],
         )
-        self._peers = peers or {}
+        self._peers = {} if peers is None else peers
         self.pulls: dict[PullId, KvPull] = {}
         """Under way: finish_pull ends one."""
         self.cancelled_pulls: set[PullId] = set()
