@@ -214,6 +214,12 @@ class SchedulerConfig:
     no_worker_grace_s: float = env(
         "NO_WORKER_GRACE_S", 4.0, "With no worker, sequences wait this long, then end in an error.", minimum=0
     )
+    index_audit_s: float = env(
+        "INDEX_AUDIT_S",
+        30.0,
+        "The prefix index is compared with Redis and with workers this often, and repaired; 0: never.",
+        minimum=0,
+    )
     routing_seed: int = env("ROUTING_SEED", 0, "Seed of the stream that breaks routing ties.", minimum=0)
 
 
