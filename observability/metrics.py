@@ -1,7 +1,7 @@
 """Prometheus metrics of each service. One object per process, with its own registry, so tests can make many.
 
 A fact has one name: where LLM servers already have a `vllm:` one, that; else `phasemesh_…`. Seconds, tokens and
-pages, never milliseconds; bytes only of what went over a link. Fields with labels are used as
+pages, never milliseconds; bytes where KV is not in pages. Fields with labels are used as
 `metrics.requests.labels(route, status).inc()`.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from observability import names
+from observability.tier_metrics import TierMetrics
 
 # Upper bounds in seconds. A CPU decodes a step in tens of milliseconds, an accelerator in a few.
 STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -272,6 +273,7 @@ class WorkerMetrics:
         self.queued_plans = Gauge(names.WORKER_QUEUED_PLANS, "Plans waiting behind the running one.", registry=r)
         self.step_failures = Counter(names.WORKER_STEP_FAILURES, "Steps that raised.", registry=r)
         self.epochs = Counter(names.WORKER_EPOCHS, "Epochs begun: lives of the KV tensors.", registry=r)
+        self.tiers = TierMetrics(r)
         self.redis_reconnects = _redis_reconnects(r)
 
     def observe_step(

@@ -351,7 +351,8 @@ class Engine:
     def _schedule(self) -> None:
         """Place what waits, then plan every worker that something changed on, until nothing moves."""
         to_plan = self._placing.to_plan
-        self._placing.hand_off(self._now)
+        for seq in self._placing.hand_off(self._now):
+            self._release_siblings(seq.request)
         self._place_waiting()
         while to_plan:
             worker = self._workers[next(iter(to_plan))]
@@ -365,12 +366,15 @@ class Engine:
                 self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Admit from the head of each queue; a head without room blocks those behind it, so that nobody starves."""
+        """Admit from the head of each queue; a head without room blocks those behind it, and the workers it waits for
+        are closed to other queues, so that nobody starves."""
+        closed = set(self._placing.awaited)
         for queue in self._queue.heads():
             while self._workers and (seq := queue.peek()) is not None:
-                if self._already_over(seq) or self._placing.admit(seq, self._now):
+                if self._already_over(seq) or self._placing.admit(seq, closed, self._now):
                     continue
                 if not self._placing.fits_nowhere(seq):
+                    closed.update(self._placing.suited(seq))
                     break
                 error = too_large(seq, decoders(self._workers.values()))
                 self._end_request(seq.request, FinishReason.ERROR, error)

@@ -142,11 +142,13 @@ class WorkerView:
         else:
             self._start_decoding(seq)
 
-    def unpark(self, seq: Sequence) -> None:
-        """It is to be decoded here after all; what is not parked yet will never be."""
+    def unpark(self, seq: Sequence) -> bool:
+        """It is to be decoded here after all; False: it is not parked yet, and will never be."""
         seq.hands_off = False
-        if self.parked.pop(seq.seq_id, None) is not None:
-            self._start_decoding(seq)
+        if self.parked.pop(seq.seq_id, None) is None:
+            return False
+        self._start_decoding(seq)
+        return True
 
     def _start_decoding(self, seq: Sequence) -> None:
         self.decoding[seq.seq_id] = seq

@@ -54,16 +54,16 @@ class ModelConfig:
 
 
 MAX_SIMULATED_US = 10e6
-"""A part of a step that takes longer simulates nothing one could wait for."""
+"""A part of a step, or of a pull, that takes longer simulates nothing one could wait for."""
 
 
-def _simulated_us(name: str, help_text: str) -> Any:
-    return env(f"SIMULATED_{name}_US", 0.0, f"Simulated step: {help_text}, in µs.", minimum=0, maximum=MAX_SIMULATED_US)
+def _simulated_us(name: str, help_text: str, *, of: str = "step") -> Any:
+    return env(f"SIMULATED_{name}_US", 0.0, f"Simulated {of}: {help_text}, in µs.", minimum=0, maximum=MAX_SIMULATED_US)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """A worker without a model: fixed + max(weights + context, prefill + decode) per step."""
+    """A worker without a model: fixed + max(weights + context, prefill + decode) per step, fixed + units per pull."""
 
     simulate: bool = env(
         "SIMULATE",
@@ -75,6 +75,35 @@ class SimulationConfig:
     context_token_us: float = _simulated_us("CONTEXT_TOKEN", "of memory, each KV position read")
     prefill_token_us: float = _simulated_us("PREFILL_TOKEN", "of compute, each token of a prefill chunk")
     decode_token_us: float = _simulated_us("DECODE_TOKEN", "of compute, each decode")
+    pull_fixed_us: float = _simulated_us("PULL_FIXED", "what each takes, plus its units", of="pull of KV")
+    pull_unit_us: float = _simulated_us("PULL_UNIT", "each unit of 16 tokens", of="pull of KV")
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """KV below a worker's device pages."""
+
+    host_mb: int = env(
+        "HOST_KV_MB", 0, "Host memory in MiB for KV evicted from the pages; 0: evicted KV is gone.", minimum=0
+    )
+    disk_mb: int = env("DISK_KV_MB", 0, "Disk in MiB, per worker, for KV evicted from host memory; 0: none.", minimum=0)
+    disk_dir: str | None = env(
+        "DISK_KV_DIR", None, "Where; workers take a numbered directory each. Needed with DISK_KV_MB."
+    )
+    disk_ttl_s: float = env("DISK_KV_TTL_S", 86_400.0, "KV stays on disk so long at most, in seconds.", minimum=1)
+    redis_mb: int = env(
+        "REDIS_KV_MB",
+        0,
+        "Redis memory in MiB, for the whole cell, for KV evicted from host memory; 0: none.",
+        minimum=0,
+    )
+    redis_ttl_s: float = env("REDIS_KV_TTL_S", 3600.0, "KV stays in Redis so long at most, in seconds.", minimum=1)
+    dtype: str = env(
+        "LOWER_TIER_DTYPE",
+        "auto",
+        "Type of KV below the pages. auto: bit for bit. int8, float8: a quarter of float32's bytes, and other tokens.",
+        choices=("auto", "int8", "float8"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +111,7 @@ class WorkerConfig:
     cell: CellConfig = field(default_factory=CellConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
     worker_id: str | None = env("WORKER_ID", None, "Stable name of a worker; default: host name and port.")
     host: str = env("WORKER_HOST", "127.0.0.1", "Address the worker's gRPC server binds.")
     port: int = env("WORKER_PORT", 0, "Port of the worker's gRPC server; 0 picks a free one.", minimum=0, maximum=65535)
@@ -310,6 +340,7 @@ CONFIGS: tuple[type[Any], ...] = (
     ModelConfig,
     WorkerConfig,
     SimulationConfig,
+    TierConfig,
     BatchingConfig,
     SchedulerConfig,
     GatewayConfig,

@@ -69,10 +69,10 @@ class PlanBuilder:
             cancelled_pulls=worker.pending_cancels,
         )
         flight = InFlightPlan(plan)
-        # A copy that waits may aim at a page that was given up since, and is a pull's now: it goes first.
-        if max_steps or plan.kv_pulls:
-            plan.page_copies, flight.pinned = worker.pending_copies, worker.pending_pins
-            worker.pending_copies, worker.pending_pins = [], []
+        # A copy goes with the next plan, whatever that is: its source is held until then, and its target may have been
+        # given up since and be a pull's.
+        plan.page_copies, flight.pinned = worker.pending_copies, worker.pending_pins
+        worker.pending_copies, worker.pending_pins = [], []
         worker.pending_pulls, worker.pending_releases, worker.pending_cancels = [], [], []
         worker.in_flight.append(flight)
         for chunk in chunks:  # later plans of this worker may reuse what these compute: they run in order

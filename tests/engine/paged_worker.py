@@ -184,12 +184,12 @@ class PagedWorker:
             self._void(copy.target_page)
             self._slots[copy.target_page][: copy.num_slots] = source[: copy.num_slots]
             self._units[copy.target_page] = self._units[copy.source_page][: copy.num_slots // UNIT_TOKENS]
+        self.cancelled_pulls |= set(plan.cancelled_pulls) & self.pulls.keys()
         for pull in plan.kv_pulls:
             assert len(pull.unit_hashes) <= len(pull.target_pages) * self.info.page_size // UNIT_TOKENS
             for page in pull.target_pages:
                 self._void(page)
             self.pulls[pull.pull_id] = pull
-        self.cancelled_pulls |= set(plan.cancelled_pulls) & self.pulls.keys()
 
     def finish_pull(self, pull_id: PullId, most_units: int | None = None) -> None:
         """End a pull: it brings all units that its source has now, or so many at most; what it does not bring it may
