@@ -35,7 +35,11 @@ class CellConfig:
     """What every service shares."""
 
     cell: str = env("CELL", "default", "Name of the cell: one scheduler and its workers.")
-    redis_url: str = env("REDIS_URL", "redis://127.0.0.1:6379/0", "The Redis or Valkey all services meet at.")
+    redis_url: str = env(
+        "REDIS_URL",
+        "redis://127.0.0.1:6379/0",
+        "The Redis or Valkey all services meet at, by itself, behind Sentinels or in a Cluster (docs/prefix-index.md).",
+    )
     log_level: str = env("LOG_LEVEL", "info", "Log level.", choices=("debug", "info", "warning", "error"))
 
 

@@ -15,12 +15,15 @@ from scheduler.events import ResidencyAudited
 from scheduler.prefix_audit import PrefixAudit, list_units
 from scheduler.worker_registry import WorkerSession
 from tests.redis_fixture import RedisServer
-from tests.scheduler_service.parts import CELL, Parts, until
-from tests.scheduler_service.scripted_worker import ScriptedWorker, serve
+from tests.scheduler_service.client import gateway
+from tests.scheduler_service.parts import CELL, Parts, request_entry, until
+from tests.scheduler_service.scripted_worker import ScriptedWorker, register, serve
 from tests.scheduler_service.test_index_writer import UNITS, Cell, writing
+from tests.scheduler_service.test_scheduler import scheduler
 from wire import keys
 from wire.ids import Epoch, PageId, UnitHash, WorkerId
 from wire.plan import PageUnits, Residents, Tier, TierUnits
+from wire.redis_client import open_redis
 
 W1 = Holder(WorkerId("w1"), Epoch(1))
 KEY = keys.prefixes(CELL, W1.worker_id, W1.epoch)
@@ -210,3 +213,39 @@ async def test_a_list_comes_over_grpc_for_its_own_epoch_only() -> None:
         assert [r async for r in list_units(worker.address, Epoch(5))] == []
         with pytest.raises(grpc.aio.AioRpcError, match="another epoch"):
             [r async for r in list_units(worker.address, Epoch(4))]
+
+
+async def test_after_traffic_twin_redis_and_worker_agree(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole scheduler in front of a worker that evicts all the time."""
+    num_audits = 0
+    audit = PrefixAudit.audit
+
+    async def counted(self: PrefixAudit) -> None:
+        nonlocal num_audits
+        await audit(self)
+        num_audits += 1
+
+    async def three_audits_later() -> None:
+        seen = num_audits
+        async with asyncio.timeout(10):
+            while num_audits < seen + 3:  # noqa: ASYNC110  # one under way, and two that must differ both
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(PrefixAudit, "audit", counted)
+    worker = ScriptedWorker(num_pages=12)
+    async with open_redis(redis_server.url) as redis, serve(worker), gateway(redis_server.url) as client:
+        await register(redis, CELL, worker)
+        async with scheduler(redis_server, INDEX_AUDIT_S="0.05") as built:
+            for i in range(12):
+                prompt = [2 + (i * j) % 45 for j in range(90)]
+                await (await client.submit(request_entry(f"r{i}", prompt))).finished_right()
+            await three_audits_later()
+            registry = built._metrics.registry
+            drift = [
+                registry.get_sample_value("phasemesh_prefix_index_drift", {"worker": "w1", "between": between})
+                for between in ("twin-redis", "twin-worker", "worker-twin")
+            ]
+            assert drift == [0, 0, 0]
+            assert registry.get_sample_value("phasemesh_prefix_index_units", {"worker": "w1"})
