@@ -36,7 +36,7 @@ from gpu_worker.sequences import LiveSequence, SequenceTable
 from gpu_worker.telemetry import StepTelemetry
 from gpu_worker.transfer.port import LowerTiers, Puller
 from wire.ids import Epoch, PageId
-from wire.plan import PageUnits, Progress, PullReport, StepPlan, StepReport, StepTiming, TierUnits
+from wire.plan import PageUnits, Progress, PullReport, Residents, StepPlan, StepReport, StepTiming, TierUnits
 from wire.sampling import FinishReason
 
 log = logging.getLogger("gpu_worker.executor")
@@ -145,6 +145,10 @@ class Executor:
     def epoch(self) -> Epoch:
         """The current life of the KV tensors."""
         return self._epoch
+
+    def residents(self) -> Residents:
+        """What lies here now, beside whatever runs. From any thread; O(all units)."""
+        return Residents(self.residency.pages(), [] if self._tiers is None else self._tiers.contents())
 
     def open(self, channel: PlanChannel) -> asyncio.Future[Snapshot]:
         """Make `channel` the one whose plans run, from now on; what an earlier one queued is dropped.

@@ -25,6 +25,7 @@ from scheduler.events import (
     PullReported,
     Request,
     RequestArrived,
+    ResidencyAudited,
     RoleChanged,
     StepReported,
     Tick,
@@ -111,6 +112,8 @@ class Engine:
             case Tick():
                 self._give_up_without_workers()
                 self._placing.expire_pulls(now)
+            case ResidencyAudited():
+                pass
             case FenceLost():
                 self._fence_lost = True
                 return []

@@ -35,7 +35,11 @@ class CellConfig:
     """What every service shares."""
 
     cell: str = env("CELL", "default", "Name of the cell: one scheduler and its workers.")
-    redis_url: str = env("REDIS_URL", "redis://127.0.0.1:6379/0", "The Redis or Valkey all services meet at.")
+    redis_url: str = env(
+        "REDIS_URL",
+        "redis://127.0.0.1:6379/0",
+        "The Redis or Valkey all services meet at, by itself, behind Sentinels or in a Cluster (docs/prefix-index.md).",
+    )
     log_level: str = env("LOG_LEVEL", "info", "Log level.", choices=("debug", "info", "warning", "error"))
 
 
@@ -249,6 +253,12 @@ class SchedulerConfig:
     health_port: int = env("SCHEDULER_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0, maximum=65535)
     no_worker_grace_s: float = env(
         "NO_WORKER_GRACE_S", 4.0, "With no worker, sequences wait this long, then end in an error.", minimum=0
+    )
+    index_audit_s: float = env(
+        "INDEX_AUDIT_S",
+        30.0,
+        "The prefix index is compared with Redis and with workers this often, and repaired; 0: never.",
+        minimum=0,
     )
     routing_seed: int = env("ROUTING_SEED", 0, "Seed of the stream that breaks routing ties.", minimum=0)
 
