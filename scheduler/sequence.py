@@ -84,6 +84,8 @@ class Sequence:
     hands_off: bool = False
     """Only prefilled where it runs: another worker decodes it (policy/handoff.py)."""
     handoff: Handoff | None = None
+    parked_s: float | None = None
+    """Since when nothing of it runs: it is prefilled, and another worker has not got all of it yet."""
     pools: Pools = ()
     """Whose queue it waits in; empty until it waited."""
     local_only: bool = False
@@ -121,7 +123,7 @@ class Sequence:
         """Back to the queue's state; the caller has dealt with the pages."""
         self.state = SeqState.WAITING
         self.worker = None
-        self.pull = self.handoff = None
+        self.pull = self.handoff = self.parked_s = None
         self.hands_off = False
         self.pages = []
         self.granted_slots = self.renew_at = 0

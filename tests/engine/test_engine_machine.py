@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, settings
@@ -34,7 +34,7 @@ from wire.plan import Role, StepReport, Tier
 from wire.sampling import SamplingParams
 
 ROOT = root_hash(namespace(CARD))
-SHARED_PREFIXES = [[random.Random(i).randrange(2, VOCAB) for _ in range(90)] for i in range(2)]
+SHARED_PREFIXES = [[random.Random(i).randrange(2, VOCAB) for _ in range(300)] for i in range(2)]
 
 
 @dataclass
@@ -53,19 +53,30 @@ class EngineMachine(RuleBasedStateMachine):
         lease=st.sampled_from([1, 4, 16]),
         queued=st.sampled_from([1, 2]),
         grace_s=st.sampled_from([0.05, 1000.0]),
-        page_size=st.sampled_from([16, 64]),
-        pages=st.integers(3, 14),
+        page_sizes=st.sampled_from([[16, 16, 16], [64, 64, 64], [16, 64, 16], [64, 16, 64]]),
+        pages=st.integers(3, 24),
         itl_target_ms=st.sampled_from([math.inf, 5.0, 40.0]),
         max_running=st.sampled_from([None, 3, 20]),
         roles=st.sampled_from(
             [
                 [Role.BOTH],
                 [Role.BOTH, Role.BOTH],
+                [Role.BOTH, Role.BOTH, Role.BOTH],
                 [Role.PREFILL, Role.DECODE],
                 [Role.PREFILL, Role.BOTH, Role.DECODE],
+                [Role.PREFILL, Role.DECODE, Role.DECODE],
+                [Role.PREFILL, Role.PREFILL, Role.DECODE],
             ]
         ),
-        page_sizes_differ=st.booleans(),
+        prompt_ranges=st.sampled_from(
+            [
+                [(0, 0), (0, 0), (0, 0)],
+                [(0, 0), (0, 0), (0, 0)],
+                [(0, 80), (81, 0), (0, 0)],
+                [(0, 0), (0, 100), (50, 200)],
+            ]
+        ),
+        the_lost_stay_lost=st.booleans(),
         tier_units=st.sampled_from([0, 0, 6, 40]),
         routing=st.sampled_from(["precise", "precise", "precise", "approximate", "least_loaded", "random"]),
         pull_lease_ms=st.sampled_from([50, 10_000]),
@@ -76,12 +87,13 @@ class EngineMachine(RuleBasedStateMachine):
         lease: int,
         queued: int,
         grace_s: float,
-        page_size: int,
+        page_sizes: list[int],
         pages: int,
         itl_target_ms: float,
         max_running: int | None,
         roles: list[Role],
-        page_sizes_differ: bool,
+        prompt_ranges: list[tuple[int, int]],
+        the_lost_stay_lost: bool,
         tier_units: int,
         routing: str,
         pull_lease_ms: int,
@@ -100,8 +112,9 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine = Engine(self.config, no_worker_grace_s=self.grace_s, routing_seed=3, fence=Fence(5))
         self.now = 0.0
-        self.page_size, self.num_pages = page_size, pages
-        self.page_sizes_differ, self.tier_units = page_sizes_differ, tier_units
+        self.page_sizes, self.num_pages = page_sizes, pages
+        self.prompt_ranges, self.tier_units = prompt_ranges, tier_units
+        self.the_lost_stay_lost = the_lost_stay_lost
         self.indexed: defaultdict[tuple[WorkerId, Epoch, Tier], set[UnitHash]] = defaultdict(set)
         self.workers: dict[WorkerId, PagedWorker] = {}
         self.down: list[PagedWorker] = []
@@ -115,17 +128,18 @@ class EngineMachine(RuleBasedStateMachine):
     # -- plumbing --
 
     def new_worker(self, worker_id: str, role: Role) -> PagedWorker:
-        bigger = 4 if self.page_sizes_differ and self.page_size == 16 and worker_id == "w1" else 1
+        index = int(worker_id[1:])
         return PagedWorker(
             worker_id,
             self.num_pages,
-            self.page_size * bigger,
+            self.page_sizes[index],
             self.config.step_token_budget,
             epoch=self.epochs,
             step_us=lambda work: 2000.0 + 700.0 * work.tokens + 2.0 * work.chunk_pairs,
             role=role,
             peers=self.workers,
             tier_units=self.tier_units,
+            prompt_range=self.prompt_ranges[index],
         )
 
     def bring_up(self, worker: PagedWorker) -> None:
@@ -173,7 +187,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         prefix=st.integers(0, 1),
-        shared=st.integers(0, 90),
+        shared=st.one_of(st.integers(0, 90), st.integers(0, 300)),
         own=st.lists(st.integers(2, VOCAB - 1), max_size=30),
         max_tokens=st.integers(1, 60),
         tenant=st.sampled_from(["a", "b", "c"]),
@@ -289,8 +303,9 @@ class EngineMachine(RuleBasedStateMachine):
     def bring_a_worker_back(self) -> None:
         self.bring_up(self.down.pop())
 
-    @rule()
-    def tick(self) -> None:
+    @rule(passed_s=st.sampled_from([0.0, 0.0, 0.1, 6.0]))
+    def tick(self, passed_s: float) -> None:
+        self.now += passed_s
         self.feed(Tick())
 
     @invariant()
@@ -301,6 +316,34 @@ class EngineMachine(RuleBasedStateMachine):
             pages = worker.pages
             assert pages.free + pages.cached + pages.in_use + pages.retiring == worker.num_pages
             assert worker.running <= (self.config.max_running or self.config.step_token_budget)
+
+    @invariant()
+    def every_page_in_use_is_held_by_somebody(self) -> None:
+        """Sequences here, sequences on their way here, page copies not reported, pulls from here; and what retires is
+        being written by a pull that nobody waits for."""
+        if not hasattr(self, "engine"):
+            return
+        pulls = list(self.engine._placing._transfers)
+        for worker in self.engine._workers.values():
+            held = Counter(page for seq in worker.running.values() for page in seq.pages)
+            held.update(page for seq in worker.incoming.values() if seq.handoff for page in seq.handoff.pages)
+            held.update(page for flight in worker.in_flight for page in flight.pinned)
+            held.update(worker.pending_pins)
+            held.update(page for pull in pulls if pull.source is worker for page in pull.pinned)
+            assert held == Counter({page: n for page, n in enumerate(worker.pool._references) if n})
+            written = {page for pull in pulls if pull.target is worker and pull.seq is None for page in pull.pages}
+            assert written == worker.pool._retiring
+            assert worker.num_pulls == sum(1 for pull in pulls if pull.target is worker)
+            assert all(seq.handoff is not None for seq in worker.incoming.values())
+
+    @invariant()
+    def whoever_has_something_to_say_says_it(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for worker in self.engine._workers.values():
+            assert not worker.has_unsent
+            stalled_for_nothing = worker.num_stalled() and worker.pool.num_available and not worker.in_flight
+            assert not stalled_for_nothing, "a decode waits for a page that is there"
 
     @invariant()
     def the_twin_and_the_index_hold_what_was_computed(self) -> None:
@@ -334,9 +377,10 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        while self.down:
+        while self.down and not (self.workers and self.the_lost_stay_lost):
             self.bring_up(self.down.pop())
-        for _ in range(5_000):
+        for _ in range(20_000):  # nothing but steps, reports and ticks: whoever waits for more waits for ever
+            self.feed(Tick())
             for worker in self.workers.values():
                 worker.run_step()
                 for pull_id in list(worker.pulls):
@@ -344,10 +388,7 @@ class EngineMachine(RuleBasedStateMachine):
                 while worker.reports:
                     self.feed(worker.event(worker.reports.popleft()))
             if all(w.is_idle for w in self.workers.values()):
-                if all(client.terminal is not None for client in self.clients.values()):
-                    break
-                self.now += 1.0  # what waits may wait for time to pass: a pair of workers to be trusted again
-                self.feed(Tick())
+                break
         for client in self.clients.values():
             self.check_finished(client)
         stats = self.engine.stats()

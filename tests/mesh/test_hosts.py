@@ -20,7 +20,7 @@ from redis import Redis
 from gpu_worker.simulated_runner import TokenSource
 from tests.mesh.client import complete, events
 from tests.mesh.conftest import eventually
-from tests.mesh.hosts import WAYS, HostedStack, open_network
+from tests.mesh.hosts import WAYS, HostedStack, held_pages, open_network
 from tests.mesh.relays import LoopbackNetwork
 from tests.mesh.stack import Service
 from wire import keys
@@ -153,7 +153,8 @@ class Scene:
 @asynccontextmanager
 async def whole(stack: HostedStack, session: Session) -> AsyncIterator[Scene]:
     """A stack that is shared: whole and at rest before, and no streams or cuts of this test's after."""
-    await asyncio.to_thread(stack.wait_at_rest)
+    at_rest = {worker.name: 0 for worker in stack.workers}
+    await eventually("at rest", lambda: held_pages(stack.scheduler) == at_rest, 20)
     await eventually("ready", stack.gateway.is_healthy, 20)
     scene = Scene(stack, session)
     try:
@@ -218,6 +219,7 @@ async def test_a_worker_host_that_is_cut_off_loses_no_stream_and_serves_again(th
     await three.serves_again()
 
 
+@pytest.mark.parametrize("three_hosts", WAYS[:1], indirect=True)
 async def test_a_worker_that_dies_behind_a_partition_is_another_when_it_heals(three: Scene) -> None:
     three.start()
     await three.run_on("b", "c")
@@ -232,6 +234,7 @@ async def test_a_worker_that_dies_behind_a_partition_is_another_when_it_heals(th
     await three.serves_again()
 
 
+@pytest.mark.parametrize("three_hosts", WAYS[:1], indirect=True)
 async def test_a_blink_of_the_network_costs_no_token(three: Scene) -> None:
     three.start()
     await three.run_on("b", "c")
@@ -241,14 +244,11 @@ async def test_a_blink_of_the_network_costs_no_token(three: Scene) -> None:
     await three.end_right()
 
 
-@pytest.mark.parametrize("directions", ["both", "to the worker", "from the worker"])
-async def test_a_cut_between_scheduler_and_worker_moves_its_streams(five: Scene, directions: str) -> None:
+@pytest.mark.parametrize(("source", "target"), [("scheduler", "b"), ("b", "scheduler")])
+async def test_a_link_that_loses_one_direction_is_as_good_as_cut(five: Scene, source: str, target: str) -> None:
     five.start()
     await five.run_on("b", "c")
-    if directions != "from the worker":
-        five.network.cut("scheduler", "b")
-    if directions != "to the worker":
-        five.network.cut("b", "scheduler")
+    five.network.cut(source, target)
     await five.sees_workers(1)
     await five.run_on("c")
     five.network.heal("scheduler", "b")
@@ -352,11 +352,11 @@ async def test_the_real_model_says_the_same_after_a_partition(
         prompts = [f"{PROMPT} there were {n}" for n in ("two", "three", "five", "seven")]
 
         async def answers() -> list[list[int]]:
-            done = (complete(session, stack.url, prompt, 60, ignore_eos=True) for prompt in prompts)
+            done = (complete(session, stack.url, prompt, 40, ignore_eos=True) for prompt in prompts)
             return [answer.token_ids for answer in await asyncio.gather(*done)]
 
         before = await answers()
-        assert [len(tokens) for tokens in before] == [60] * len(prompts)
+        assert [len(tokens) for tokens in before] == [40] * len(prompts)
         again = asyncio.create_task(answers())
         scene = Scene(stack, session)
         await scene.run_on("b", "c")
