@@ -52,7 +52,7 @@ pages_total{state="free"} 100.0
         assert samples(url, "pages")['{state="in_use",worker="b"}'] == 5.0
         assert metric(url, "pages", 'state="free"') == 7.0
         assert metric(url, "empty") == 0.0
-        with pytest.raises(BenchFailed, match="exports no page$"):
+        with pytest.raises(BenchFailed, match=r"exports no page$"):
             metric(url, "page")
 
 
