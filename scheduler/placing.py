@@ -166,6 +166,10 @@ class Placing:
     def expire_pulls(self, now: float) -> None:
         """Give up on transfers that were silent for longer than their lease."""
         for pull in self._transfers.expire(now):
+            if pull.seq is not None:
+                failure = f"silent for longer than its lease of {1000 * self._transfers.lease_s:.0f} ms"
+                report = PullReport(pull.pull_id, True, failure=failure)
+                pull.seq.request.note_transfer(pull.transfer(pull.seq, report, 0, now), now)
             self._fall_back(pull, now)
 
     def _fall_back(self, pull: Pull, now: float) -> None:
