@@ -6,7 +6,7 @@ or told to go (SIGTERM) and started again. What has to be true at the end, or th
     every request ended once, with the tokens predicted        each answer is read to its end and compared
     no KV page is in use or retiring, no sequence is left       the scheduler's and the workers' metrics
     no request is admitted or queued in Redis                   {cell}:live, the lanes
-    the prefix index has no drift                               the scheduler's audit, after one more round of it
+    the prefix index has no drift                               the scheduler's audits, once traffic has ended
 
 A simulated worker's pages hold digests of their prefixes (gpu_worker/simulated_kv.py): a page reused, copied or pulled
 wrongly would end its request in an error.
@@ -19,7 +19,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import redis
@@ -30,7 +30,7 @@ from bench.predicted_client import Answers, PredictedRequest, ask_all
 from bench.prefix_workloads import PrefixShape, shared_prefixes
 from bench.prompts import TokenIds
 from bench.simulated_cost import simulated_variables
-from bench.stack import Stack, model_facts, running_stack
+from bench.stack import Stack, model_facts, running_stack, samples
 from bench.worker_processes import WorkerProcess, open_workers
 from gpu_worker.step_cost import PullCost, StepCost
 from observability import names
@@ -42,6 +42,7 @@ COST = StepCost(fixed_us=15_000, prefill_token_us=20)
 """Long steps, so that two cores serve 16 workers and what goes wrong between two steps has time to."""
 PULL_COST = PullCost(fixed_us=2_000, unit_us=200)
 PAGES, PAGE_SIZE = 160, 64
+AUDIT_S = 2.0
 SETTLED_TIMEOUT_S = 20.0
 POLL_S = 0.1
 SHOWN = 10
@@ -73,6 +74,8 @@ class ChurnResult:
     """What should be 0 at the end, and is not."""
     displaced: float = 0.0
     pulls: float = 0.0
+    repairs: float = 0.0
+    """Units of the prefix index that audits found wrong and set right on the way."""
 
     @property
     def is_sound(self) -> bool:
@@ -86,11 +89,12 @@ def run_churn(churn: Churn) -> ChurnResult:
         "KV_PAGE_SIZE": str(PAGE_SIZE),
         "STEP_TOKEN_BUDGET": "512",
         "NO_WORKER_GRACE_S": "30",
+        "INDEX_AUDIT_S": str(AUDIT_S),
         **simulated_variables(COST, PULL_COST),
     }
     with running_stack(["--simulate", "--workers", "1"], variables) as stack:
         environ = {f"PHASEMESH_{name}": value for name, value in variables.items()}
-        environ |= {"PHASEMESH_REDIS_URL": stack.redis_url(), "PHASEMESH_SIMULATE": "on"}
+        environ |= {"PHASEMESH_REDIS_URL": stack.health_url("redis"), "PHASEMESH_SIMULATE": "on"}
         wanted = [(f"comes-and-goes-{n}", churn.roles[n % len(churn.roles)]) for n in range(1, churn.workers)]
         with open_workers(wanted, environ, stack.state_dir) as workers:
             return uvloop.run(_run(stack, churn, workers))
@@ -116,6 +120,7 @@ async def _run(stack: Stack, churn: Churn, workers: Sequence[WorkerProcess]) -> 
     result = ChurnResult(answers, duration_s, leaves)
     result.left_over = await asyncio.to_thread(_until_settled, stack, workers)
     result.displaced = stack.metric("scheduler", f"{names.SCHEDULER_DISPLACED}_total")
+    result.repairs = stack.metric("scheduler", f"{names.PREFIX_INDEX_REPAIRS}_total")
     result.pulls = stack.metric("scheduler", f"{names.SCHEDULER_PULLS}_total")
     return result
 
@@ -141,10 +146,22 @@ async def _come_and_go(workers: Sequence[WorkerProcess], churn: Churn, leaves: C
 
 def _until_settled(stack: Stack, workers: Sequence[WorkerProcess]) -> dict[str, float]:
     """What is left over when it stops changing for the better: nothing, if all is well."""
+    left = _until_none(lambda: _left_over(stack, workers))
+    time.sleep(2 * AUDIT_S)  # what differs from a worker is drift if it does in two audits in a row
+    return left | _until_none(lambda: _drift(stack, 1 + len(workers)))
+
+
+def _until_none(left_over: Callable[[], dict[str, float]]) -> dict[str, float]:
     deadline_s = time.monotonic() + SETTLED_TIMEOUT_S
-    while (left := _left_over(stack, workers)) and time.monotonic() < deadline_s:
+    while (left := {name: value for name, value in left_over().items() if value}) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
     return left
+
+
+def _drift(stack: Stack, num_workers: int) -> dict[str, float]:
+    found = samples(stack.health_url("scheduler"), names.PREFIX_INDEX_DRIFT)
+    audited = sum("twin-worker" in labels for labels in found)
+    return {"units of drift": sum(found.values()), "workers not audited": num_workers - audited}
 
 
 def _left_over(stack: Stack, workers: Sequence[WorkerProcess]) -> dict[str, float]:
@@ -154,11 +171,10 @@ def _left_over(stack: Stack, workers: Sequence[WorkerProcess]) -> dict[str, floa
     }
     sequences = sum(worker.metric(names.WORKER_SEQUENCES) for worker in workers)
     sequences += stack.metric("worker-1", names.WORKER_SEQUENCES)
-    with redis.Redis.from_url(stack.redis_url()) as client:
+    with redis.Redis.from_url(stack.health_url("redis")) as client:
         live = int(client.scard(keys.live(CELL)))
         queued = sum(int(client.xlen(keys.requests(CELL, lane))) for lane in keys.LANES)
-    found = {**pages, "sequences on workers": sequences, "admitted in Redis": live, "entries in lanes": queued}
-    return {name: value for name, value in found.items() if value}
+    return {**pages, "sequences on workers": sequences, "admitted in Redis": live, "entries in lanes": queued}
 
 
 def report(result: ChurnResult) -> str:
@@ -168,7 +184,8 @@ def report(result: ChurnResult) -> str:
         f"{total - len(answers.wrong)} of {total} requests ended once with the tokens predicted, "
         f"{answers.tokens} tokens in {result.duration_s:.1f} s",
         f"{result.leaves['killed']} workers killed and {result.leaves['stopped']} stopped; "
-        f"{result.displaced:.0f} sequences displaced, {result.pulls:.0f} pulls of KV",
+        f"{result.displaced:.0f} sequences displaced, {result.pulls:.0f} pulls of KV, "
+        f"{result.repairs:.0f} units of the prefix index repaired",
     ]
     lines += [f"wrong: {text}" for text in answers.wrong[:SHOWN]]
     lines += [f"left over: {name}: {value:g}" for name, value in result.left_over.items()]

@@ -11,10 +11,10 @@ from wire.plan import Role
 
 @pytest.mark.parametrize("roles", [(Role.BOTH,), (Role.PREFILL, Role.DECODE)], ids=["both", "split"])
 def test_workers_killed_and_stopped_all_the_while_cost_no_token_and_no_page(roles: tuple[Role, ...]) -> None:
-    result = run_churn(Churn(workers=4, shape=shape_of(240), concurrency=16, every_s=0.8, roles=roles))
+    result = run_churn(Churn(workers=4, shape=shape_of(400), concurrency=16, every_s=0.8, roles=roles))
     assert result.is_sound, report(result)
-    assert len(result.answers.requests) == 240 and sum(result.leaves.values()) >= 3
-    assert result.pulls > 0
+    assert len(result.answers.requests) == 400 and sum(result.leaves.values()) >= 3
+    assert result.pulls > 0 or Role.BOTH in roles, "a split cell hands every long enough prompt off"
 
 
 def test_what_is_wrong_or_left_over_is_said() -> None:
