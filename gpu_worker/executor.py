@@ -314,6 +314,8 @@ class Executor:
     def _move_pages(self, channel: PlanChannel, plan: StepPlan) -> None:
         """Copies, then pulls begin: before grants, so that a sequence finds its units where these put them."""
         self._pulls.cancel(plan.cancelled_pulls)
+        if plan.forgotten_pages:
+            self.residency.void(plan.forgotten_pages)
         if plan.page_copies:
             self.residency.void(copy.target_page for copy in plan.page_copies)
             self.runner.copy_pages(plan.page_copies)

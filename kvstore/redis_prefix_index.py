@@ -29,7 +29,7 @@ FIRST_STRETCH: Final = 16
 GROWTH: Final = 4
 MAX_STRETCH: Final = 1024
 """Units asked for at a time: 16, 64, 256, then 1024. Lua takes fewer than 8000 arguments."""
-EXACT_UNITS: Final = 1024
+EXACT_UNITS: Final = 512
 """Units of all workers together that a script reads one by one. A prefix that goes on is then followed by the last
 unit of each BLOCK_UNITS: a missing one between two that are there is overlooked. KV is evicted from a chain's end, so
 that is rare, and a pull that meets it ends there."""

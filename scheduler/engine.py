@@ -112,8 +112,10 @@ class Engine:
             case Tick():
                 self._give_up_without_workers()
                 self._placing.expire_pulls(now)
-            case ResidencyAudited():
-                pass
+            case ResidencyAudited(worker_id, epoch):
+                worker = self._workers.get(worker_id)
+                if worker is not None and worker.epoch == epoch:
+                    self._commands += self._placing.audited(worker, event)
             case FenceLost():
                 self._fence_lost = True
                 return []

@@ -54,6 +54,8 @@ class _Part:
     is_refused: bool = False
     """Redis has something of somebody else's in its place."""
     changed: dict[UnitHash, None] = field(default_factory=dict)
+    writing: list[UnitHash] = field(default_factory=list)
+    """Taken from `changed`, and not there yet."""
     moving: set[UnitHash] | None = None
     """See IndexWriter.moving()."""
 
@@ -106,7 +108,7 @@ class IndexWriter:
         if part is None or part.holder != holder or part.is_void or part.is_refused:
             yield None
             return
-        part.moving = set(part.changed)
+        part.moving = {*part.changed, *part.writing}
         try:
             yield part.moving
         finally:
@@ -188,15 +190,17 @@ class IndexWriter:
             part.is_void = False
             if part.moving is not None:
                 part.moving.update(part.changed)
-        some = list(islice(part.changed, MAX_WRITE_UNITS))
-        for unit_hash in some:
+        part.writing = list(islice(part.changed, MAX_WRITE_UNITS))
+        for unit_hash in part.writing:
             del part.changed[unit_hash]  # from here on a change of it is news
-        units = {unit_hash: self._twin.tiers(part.holder.worker_id, unit_hash) for unit_hash in some}
+        units = {unit_hash: self._twin.tiers(part.holder.worker_id, unit_hash) for unit_hash in part.writing}
         try:
             was_there = await self._index.write(part.holder, units, anew=anew)
         except ResponseError as error:
             self._refuse(part.holder, error)
             return
+        finally:
+            part.writing = []
         if part.is_there and not (was_there or anew):
             part.is_void = True  # it had lapsed, or Redis lost it
             part.changed.clear()

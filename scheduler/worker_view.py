@@ -76,6 +76,7 @@ class WorkerView:
         self.pending_pins: list[PageId] = []
         self.pending_pulls: list[KvPull] = []
         self.pending_cancels: list[PullId] = []
+        self.pending_forgets: list[PageId] = []
         self.num_pulls = 0
         """Under way into this worker, whether somebody waits for them or not."""
         self.admission_barrier: PlanId | None = None
@@ -113,7 +114,7 @@ class WorkerView:
     @property
     def has_unsent(self) -> bool:
         """Something must be said to the worker, whether it steps or not."""
-        return bool(self.pending_releases or self.pending_pulls or self.pending_cancels)
+        return bool(self.pending_releases or self.pending_pulls or self.pending_cancels or self.pending_forgets)
 
     # -- sequences -------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ class PlanBuilder:
             kv_pulls=worker.pending_pulls,
             releases=worker.pending_releases,
             cancelled_pulls=worker.pending_cancels,
+            forgotten_pages=worker.pending_forgets,
             joins=joins,
         )
         flight = InFlightPlan(plan)
@@ -102,6 +103,7 @@ class PlanBuilder:
         plan.page_copies, flight.pinned = worker.pending_copies, worker.pending_pins
         worker.pending_copies, worker.pending_pins = [], []
         worker.pending_pulls, worker.pending_releases, worker.pending_cancels = [], [], []
+        worker.pending_forgets = []
         worker.in_flight.append(flight)
         for chunk in chunks:  # later plans of this worker may reuse what these compute: they run in order
             seq = worker.running[chunk.seq_id]

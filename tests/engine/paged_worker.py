@@ -188,6 +188,8 @@ class PagedWorker:
             known = self._sequences.get(release.seq_id)
             if known is not None and known.incarnation == release.incarnation:
                 del self._sequences[release.seq_id]
+        for page in plan.forgotten_pages:
+            self._void(page)
         for copy in plan.page_copies:
             source = self._slots[copy.source_page]
             self._void(copy.target_page)

@@ -149,13 +149,14 @@ def test_it_may_be_cancelled_at_any_stage(stage: str) -> None:
 @pytest.mark.parametrize("stage", ["pulling", "prefilled"])
 @pytest.mark.parametrize("num_units", [0, 2])
 def test_after_a_failed_pull_it_is_computed_where_it_is_decoded(stage: str, num_units: int) -> None:
-    driver = at(stage)
-    _, decode = ends(driver)
+    driver = at(stage, roles=(Role.PREFILL, Role.DECODE, Role.DECODE))
+    decode = next(w for w in driver.workers.values() if w.pulls)
     decode.finish_pull(next(iter(decode.pulls)), num_units)
     driver.deliver(decode)
     driver.run()
     driver.assert_done("r")
-    assert path(driver, "r")[-1] == ("w1", Role.BOTH)
+    (_, first_role), (_, then_role) = path(driver, "r")
+    assert (first_role, then_role) == (Role.PREFILL, Role.BOTH)
     assert driver.outputs["r/0"] == wanted(20)
 
 
@@ -233,6 +234,14 @@ def test_where_nobody_decodes_any_more_the_prefill_worker_does(stage: str) -> No
     assert driver.outputs["r/0"] == wanted(20)
 
 
+def test_a_decode_worker_that_dies_while_it_is_waited_for_is_not_waited_for() -> None:
+    driver = parked_without_room()
+    driver.lose(ends(driver)[1])
+    driver.run()
+    driver.assert_done("long", "fills", "fills too")
+    assert driver.outputs["long/0"] == wanted(20)
+
+
 @pytest.mark.parametrize("stage", ["prefilling", "pulling", "prefilled"])
 def test_a_worker_that_decodes_by_now_keeps_what_it_prefilled(stage: str) -> None:
     driver = at(stage)
@@ -241,6 +250,7 @@ def test_a_worker_that_decodes_by_now_keeps_what_it_prefilled(stage: str) -> Non
     driver.lose(decode)
     driver.run()
     driver.assert_done("r")
+    assert path(driver, "r") == [("w0", Role.PREFILL)]
     assert driver.outputs["r/0"] == wanted(20)
 
 
@@ -275,11 +285,12 @@ def test_what_runs_on_a_worker_with_a_new_role_runs_on_and_what_comes_follows_it
 
 
 def test_a_pair_that_failed_does_not_keep_others_waiting() -> None:
-    driver = split()
+    driver = split(page_size=(64, 16), pages=20)  # room for one of them where they are decoded
     _, decode = ends(driver)
     driver.arrive("r", LONG, 20)
     driver.arrive("second", prompt(200, 5), 20)
     driver.step_until(lambda: driver.outputs["second/0"] and decode.pulls)
+    assert driver.engine.stats().workers[1].num_pulling == 1
     decode.finish_pull(next(iter(decode.pulls)), 0)
     driver.deliver(decode)
     driver.run()

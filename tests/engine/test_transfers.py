@@ -82,6 +82,8 @@ def test_a_prefix_cached_elsewhere_is_pulled_and_only_the_rest_is_prefilled() ->
     (transfer,) = driver.finished["r"].timeline.transfers
     assert (transfer.num_units, transfer.failure, transfer.is_handoff) == (CACHED_UNITS, None, False)
     assert driver.finished["r"].terminal.stats.cached_tokens == CACHED_UNITS * UNIT_TOKENS
+    held = driver.engine.twin.lookup(chain(ROOT, CACHED))
+    assert {prefix.device for prefix in held.values()} == {CACHED_UNITS} and len(held) == 2, "now both hold it"
 
 
 def test_nothing_is_pulled_where_prefilling_is_predicted_faster_and_the_candidate_says_so() -> None:
@@ -119,7 +121,24 @@ def test_a_silent_pull_overruns_its_lease_and_its_pages_retire_until_it_is_over(
     driver.deliver(scene.target)
     assert driver.pages(scene.target).retiring == 0
     scene.end()
+    (transfer,) = driver.finished["r"].timeline.transfers
+    assert "lease of 50 ms" in (transfer.failure or "") and transfer.num_units == 0
     assert not [c for plan in driver.plans for c in plan.kv_pulls if c.pull_id != scene.pull_id], "computed, not pulled"
+
+
+def test_the_receipt_of_a_sequence_that_is_pulled_again_after_its_first_token_adds_up() -> None:
+    driver, source = warm(workers=3)
+    driver.arrive("r", ASKED, 20)
+    driver.step_until(lambda: len(driver.outputs["r/0"]) > 2, end_pulls=True)
+    driver.lose(next(w for w in driver.workers.values() if w is not source and not w.is_idle))
+    for _ in range(10):
+        driver.step(end_pulls=False)
+    driver.run()
+    driver.assert_done("r")
+    timeline, stats = driver.finished["r"].timeline, driver.finished["r"].terminal.stats
+    assert len(timeline.transfers) == 2 and timeline.finished_s is not None
+    receipt = stats.queue_s + stats.prefill_s + stats.transfer_s + stats.decode_s + stats.stall_s
+    assert receipt == pytest.approx(timeline.finished_s - timeline.arrived_s)
 
 
 def test_a_renewed_lease_does_not_overrun() -> None:

@@ -266,6 +266,26 @@ async def test_a_repair_writes_what_the_twin_says(cell: Cell, parts: Parts) -> N
     assert await cell.in_redis(W1_AGAIN) == {}
 
 
+async def test_what_is_being_written_is_on_its_way_too(parts: Parts) -> None:
+    cell = Cell(parts)
+    entered, released = asyncio.Event(), asyncio.Event()
+    write = cell.index.write
+
+    async def slow_write(holder: Holder, units: Mapping[UnitHash, Tiers], *, anew: bool = False) -> bool:
+        entered.set()
+        await released.wait()
+        return await write(holder, units, anew=anew)
+
+    cell.index.write = slow_write  # type: ignore[method-assign]
+    cell.change(W1, stored=UNITS[:5], fresh=True)
+    async with writing(cell):
+        await entered.wait()
+        with cell.writer.moving(W1) as moving:
+            assert moving == set(UNITS[:5])
+        released.set()
+        await until(cell.agrees(W1))
+
+
 async def test_what_is_on_its_way_while_somebody_looks_is_told(cell: Cell, parts: Parts) -> None:
     with cell.writer.moving(W1) as moving:
         assert moving is None  # nothing was written yet
