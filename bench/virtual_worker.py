@@ -1,7 +1,8 @@
 """A worker in virtual time: plans, leases, grants and sequences are the worker's own code, a step is a delay.
 
 What gpu_worker/executor.py does with a thread and a clock, this does with two calls: `after(delay_s, call)` is its
-clock, `deliver(worker, report)` its stream. It draws no model's tokens: a token follows from seed and position.
+clock, `deliver(worker, report)` its stream. It draws no model's tokens: a token follows from seed and position. Its
+pages hold what gpu_worker/simulated_kv.py writes: a sequence that finds KV of another in its own raises AssertionError.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from bench.virtual_pulls import After, VirtualPuller
-from gpu_worker.batching import PlanRun, StepEntry
+from bench.virtual_pulls import After, Source, VirtualPuller
+from gpu_worker.batching import PlanRun, StepEntry, build_batch
 from gpu_worker.pulls import SessionPulls
 from gpu_worker.residency import Residency
 from gpu_worker.sequences import LiveSequence, SequenceTable
-from gpu_worker.step_cost import StepCost
+from gpu_worker.simulated_kv import SimulatedKv
+from gpu_worker.step_cost import PullCost, StepCost
 from wire.ids import PageId
-from wire.plan import Progress, PullReport, StepPlan, StepReport, StepTiming, WorkerInfo
+from wire.plan import KvPull, Progress, PullReport, StepPlan, StepReport, StepTiming, WorkerInfo
 
 WorkerReport: TypeAlias = StepReport | PullReport
 
@@ -40,13 +42,22 @@ class VirtualWorker:
         *,
         after: After,
         deliver: Callable[[VirtualWorker, WorkerReport], None],
-        puller: VirtualPuller | None = None,
+        pull: PullCost | None = None,
+        source_of: Callable[[KvPull], Source | None] = lambda pull: None,
     ) -> None:
-        """puller None: it takes no KV from others."""
+        """pull: what one costs; None: it takes no KV. source_of: the worker a pull names, while it lives."""
         self.info = info
         self.busy_s = 0.0
         self.steps = 0
-        self.residency = Residency(info.page_size, info.num_pages)
+        self._kv = SimulatedKv(
+            info.model.kv_dtype,
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+            max_positions=info.model.max_model_len,
+        )
+        self.pages = self._kv.pages
+        self.residency = Residency(info.page_size, info.num_pages, generations=self.pages.generations)
+        puller = None if pull is None else VirtualPuller(pull, self.pages, source_of, after)
         self._cost = cost
         self._after = after
         self._deliver = deliver
@@ -89,6 +100,7 @@ class VirtualWorker:
         """As in the executor: copies, then pulls begin, before grants."""
         self._pulls.cancel(plan.cancelled_pulls)
         self.residency.void(copy.target_page for copy in plan.page_copies)
+        self._kv.copy(plan.page_copies)
         self.residency.copied(plan.page_copies)
         for pull in plan.kv_pulls:
             self._pulls.begin(pull, self._report_pull)
@@ -111,6 +123,7 @@ class VirtualWorker:
         self.busy_s += timing.step_us * 1e-6
         self.steps += 1
         self._is_running = True
+        self._kv.write(build_batch(entries, self.info.page_size))
         self._after(timing.step_us * 1e-6, lambda: self._end_step(plan, run, step, entries, timing))
 
     def _end_step(self, plan: StepPlan, run: PlanRun, step: int, entries: list[StepEntry], timing: StepTiming) -> None:
@@ -138,6 +151,11 @@ class VirtualWorker:
 
     def _advance(self, entry: StepEntry) -> Progress:
         sequence = entry.sequence
+        if entry.is_prefill and entry.samples and (wrong := self._kv.first_wrong(sequence)) is not None:
+            page = sequence.block_table[wrong // self.info.page_size]
+            raise AssertionError(
+                f"{self.info.worker_id}, request {sequence.request_id}: position {wrong} in page {page} is not its own"
+            )
         sequence.advance(entry.end)
         self.residency.written(sequence.block_table, sequence.unit_hashes, entry.start, entry.end)
         progress = Progress(sequence.seq_id, sequence.incarnation, sequence.num_computed, tokens=[])

@@ -2,7 +2,7 @@
 
     digest(p) = digest(p - 1) + (token(p) + 1) · weight(p)  mod 2^16     K: its low byte, V: its high one, in each layer
 
-digest(p - 1) is read from the page it should lie in. So a page that was reused, copied or pulled wrongly shows: `holds`
+digest(p - 1) is read from the page it should lie in. So a page reused, copied or pulled wrongly shows: `first_wrong`
 compares every slot with what the tokens alone give. They are real pages, which transfers and tiers move as a model's.
 """
 
@@ -50,14 +50,15 @@ class SimulatedKv:
         self._low[:, slots] = digests & 0xFF
         self._high[:, slots] = digests >> 8 & 0xFF
 
-    def holds(self, sequence: LiveSequence) -> bool:
-        """Every computed position's slots are those of the sequence's own tokens, in all layers."""
+    def first_wrong(self, sequence: LiveSequence) -> int | None:
+        """The first position whose slots are not those of the sequence's own tokens, in all layers; None: all are."""
         positions = np.arange(len(sequence.token_ids), dtype=np.int64)
         table = np.array(sequence.block_table, dtype=np.int64)
         slots = table[positions // self._page_size] * self._page_size + positions % self._page_size
         expected = np.cumsum(self._increments(sequence.token_ids, positions)) & _MASK
         found = self._low[:, slots].astype(np.int64) | self._high[:, slots].astype(np.int64) << 8
-        return bool((found == expected).all())
+        wrong = np.flatnonzero((found != expected).any(axis=0))
+        return int(wrong[0]) if len(wrong) else None
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         for copy in copies:
