@@ -124,8 +124,8 @@ def open_arena(num_bytes: int, *, pinned: bool) -> memoryview:
     try:
         if not pinned:
             arena = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # Private, since shared memory gets no large pages; and those, since the compute thread is who touches a slot
-            # first, and waits longer for small ones than for the copy.
+            # Private, since shared memory gets no large pages: with small ones the compute thread, which touches a slot
+            # first, would wait longer for them than for the copy.
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 arena.madvise(mmap.MADV_HUGEPAGE)
             return memoryview(arena)
