@@ -25,6 +25,7 @@ from gpu_worker.telemetry import StepTelemetry
 from gpu_worker.tiers.open_tiers import open_tiers
 from gpu_worker.transfer.plane import open_plane
 from gpu_worker.transfer.port import Puller
+from gpu_worker.transfer.transports import GRPC, TRANSPORTS
 from kvstore.prefix_hash import namespace
 from observability.health_server import serve_health
 from observability.logs import setup_logging
@@ -137,7 +138,10 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         tiers = stack.enter_context(
             open_tiers(config.tiers, config.cell, runner.kv, namespace=units, metrics=metrics.tiers)
         )
-        plane = stack.enter_context(open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers))
+        only = (GRPC,) if config.kv_transport == GRPC else TRANSPORTS
+        plane = stack.enter_context(
+            open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers, only=only)
+        )
         puller = choose_puller(config, plane.puller)
         executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=puller, tiers=tiers))
         source = await stack.enter_async_context(plane.source(executor))

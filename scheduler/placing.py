@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from scheduler.commands import Admission, UpdateIndex
+from scheduler.events import ResidencyAudited
 from scheduler.policy.batching import publish_units
 from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, charge
 from scheduler.policy.handoff import Handoffs
@@ -56,6 +57,11 @@ class Placing:
         self._handoffs.lose_target(worker)
         for seq in worker.running.values():
             self._handoffs.abandon(seq)
+
+    def audited(self, worker: WorkerView, audit: ResidencyAudited) -> list[UpdateIndex]:
+        """What the worker holds was held against the twin."""
+        self.to_plan[worker.worker_id] = None
+        return self.prefixes.audited(worker, audit)
 
     def index_changes(self) -> Iterable[UpdateIndex]:
         """What came into the workers' pages, and what went, since the last call."""
@@ -160,6 +166,10 @@ class Placing:
     def expire_pulls(self, now: float) -> None:
         """Give up on transfers that were silent for longer than their lease."""
         for pull in self._transfers.expire(now):
+            if pull.seq is not None:
+                failure = f"silent for longer than its lease of {1000 * self._transfers.lease_s:.0f} ms"
+                report = PullReport(pull.pull_id, True, failure=failure)
+                pull.seq.request.note_transfer(pull.transfer(pull.seq, report, 0, now), now)
             self._fall_back(pull, now)
 
     def _fall_back(self, pull: Pull, now: float) -> None:

@@ -35,7 +35,11 @@ class CellConfig:
     """What every service shares."""
 
     cell: str = env("CELL", "default", "Name of the cell: one scheduler and its workers.")
-    redis_url: str = env("REDIS_URL", "redis://127.0.0.1:6379/0", "The Redis or Valkey all services meet at.")
+    redis_url: str = env(
+        "REDIS_URL",
+        "redis://127.0.0.1:6379/0",
+        "The Redis or Valkey all services meet at, by itself, behind Sentinels or in a Cluster (docs/prefix-index.md).",
+    )
     log_level: str = env("LOG_LEVEL", "info", "Log level.", choices=("debug", "info", "warning", "error"))
 
 
@@ -169,6 +173,12 @@ class WorkerConfig:
     )
     num_pages: int | None = env("KV_PAGES", None, "KV pages; default: from KV_MEMORY_MB.", minimum=2)
     kv_memory_mb: int = env("KV_MEMORY_MB", 1024, "Memory of the KV pool in MiB when KV_PAGES is unset.", minimum=1)
+    kv_transport: str = env(
+        "KV_TRANSPORT",
+        "auto",
+        "How KV comes from another worker. auto: shared memory on one host, NIXL where installed, else gRPC.",
+        choices=("auto", "grpc"),
+    )
     threads: int | None = env("WORKER_THREADS", None, "Compute threads; default: all cores.", minimum=1)
 
     def __post_init__(self) -> None:
@@ -243,6 +253,12 @@ class SchedulerConfig:
     health_port: int = env("SCHEDULER_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0, maximum=65535)
     no_worker_grace_s: float = env(
         "NO_WORKER_GRACE_S", 4.0, "With no worker, sequences wait this long, then end in an error.", minimum=0
+    )
+    index_audit_s: float = env(
+        "INDEX_AUDIT_S",
+        30.0,
+        "The prefix index is compared with Redis and with workers this often, and repaired; 0: never.",
+        minimum=0,
     )
     routing_seed: int = env("ROUTING_SEED", 0, "Seed of the stream that breaks routing ties.", minimum=0)
 

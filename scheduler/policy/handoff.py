@@ -70,21 +70,21 @@ class Handoffs:
             if not seq.hands_off or seq.state is not SeqState.RUNNING:
                 del self._sequences[seq.seq_id]
                 continue
-            self._note_prefilled(seq, now)
-            if not self._has_place(seq):
+            assert seq.worker is not None
+            if seq.parked_s is None and _is_prefilled(seq):
+                seq.parked_s = now
+            kind = (seq.worker.worker_id, seq.pools)
+            if not self._has_place(seq) and kind not in full:
                 targets = self._router.handoff_targets(seq, workers, now)
                 if not targets:
                     if self._stay(seq, now):
                         stayed.append(seq)
                     continue
-                self._find_place(seq, targets, full, now)
+                if _has_begun(seq) and not self._find_place(seq, targets, now):
+                    full.add(kind)
             if self._advance(seq, now):
                 arrived.append(seq)
         return arrived, stayed
-
-    def _note_prefilled(self, seq: Sequence, now: float) -> None:
-        if seq.parked_s is None and _is_prefilled(seq):
-            seq.parked_s = now
 
     def _has_place(self, seq: Sequence) -> bool:
         """On a worker that still decodes, while its own still does not."""
@@ -97,24 +97,17 @@ class Handoffs:
         self.abandon(seq)
         return False
 
-    def _find_place(
-        self, seq: Sequence, targets: list[WorkerView], full: set[tuple[WorkerId, Pools]], now: float
-    ) -> None:
-        assert seq.worker is not None
-        if seq.parked_s is None and seq.num_computed <= seq.num_cached:
-            return  # it has hardly begun: pages held for it there would lie idle
-        kind = (seq.worker.worker_id, seq.pools)
-        if kind not in full:
-            room = self._router.handoff_room(seq, targets, now)
-            if room is not None:
-                num_shared = len(room.shared_pages)
-                units = num_shared * room.worker.pool.units_per_page
-                seq.handoff = Handoff(room.worker, take_pages(room), num_shared, units)
-                room.worker.incoming[seq.seq_id] = seq
-                return
-            full.add(kind)
-        if seq.parked_s is not None:
-            self.awaited.update(worker.worker_id for worker in targets)
+    def _find_place(self, seq: Sequence, targets: list[WorkerView], now: float) -> bool:
+        """Hold its pages on the best of the targets; False: none has room now."""
+        room = self._router.handoff_room(seq, targets, now)
+        if room is None:
+            if seq.parked_s is not None:
+                self.awaited.update(worker.worker_id for worker in targets)
+            return False
+        num_shared = len(room.shared_pages)
+        seq.handoff = Handoff(room.worker, take_pages(room), num_shared, num_shared * room.worker.pool.units_per_page)
+        room.worker.incoming[seq.seq_id] = seq
+        return True
 
     def pulled(self, seq: Sequence, handoff: Handoff, num_units: int) -> None:
         """A pull for it is over; it brought num_units."""
@@ -194,3 +187,8 @@ class Handoffs:
 def _is_prefilled(seq: Sequence) -> bool:
     """Its first token is there."""
     return len(seq.tokens) > seq.prefill_end
+
+
+def _has_begun(seq: Sequence) -> bool:
+    """Some of it is computed: before, pages held for it elsewhere would lie idle."""
+    return seq.parked_s is not None or seq.num_computed > seq.num_cached
