@@ -13,25 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from typing import Any
 
 from bench.measure import percentile
+from bench.openai_stream import BenchFailed
 from bench.overhead_client import Result, Run
-from wire.config import ModelConfig, load
-from wire.model_path import model_path
+from bench.stack import Stack, model_facts, running_stack
 
-READY_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
 CLIENT_TIMEOUT_S = 300.0
 """Beyond the time a run is meant to take: its last answers, and the check of every token."""
 PACED_STEP_S = 0.020
@@ -42,56 +34,14 @@ CASES = ("throughput", "stepped", "paced", "idle")
 SERVICES = ("gateway", "scheduler", "redis", "worker", "client")
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    url: str
-    pids: dict[str, int]
+def simulated(variables: dict[str, str]) -> AbstractContextManager[Stack]:
+    return running_stack(["--simulate"], {"STEP_TOKEN_BUDGET": "2048", "KV_PAGES": "16384"} | variables)
 
 
-@contextmanager
-def simulated_stack(variables: dict[str, str]) -> Iterator[Stack]:
-    """`phasemesh up --simulate` with these PHASEMESH_ variables, until the block ends."""
-    with (
-        tempfile.TemporaryDirectory(prefix="phasemesh-overhead-") as state,
-        Path(state, "console").open("wb") as console,
-    ):
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PHASEMESH_", "OTEL_"))}
-        wanted = {"STATE_DIR": state, "PORT": "0", "LOG_LEVEL": "warning", "STEP_TOKEN_BUDGET": "2048"} | variables
-        up = subprocess.Popen(
-            [sys.executable, "-m", "phasemesh", "up", "--simulate"],
-            env=environ | {f"PHASEMESH_{name}": value for name, value in wanted.items()},
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            deadline_s = time.monotonic() + READY_TIMEOUT_S
-            while b"Ctrl-C stops it." not in Path(console.name).read_bytes():
-                if up.poll() is not None or time.monotonic() > deadline_s:
-                    raise SystemExit(Path(console.name).read_text())
-                time.sleep(0.1)
-            stack = json.loads(Path(state, "stack.json").read_text())
-            pids = {service["name"].removesuffix("-1"): service["pid"] for service in stack["services"]}
-            yield Stack(stack["gateway_url"], pids)
-        finally:
-            up.send_signal(signal.SIGTERM)
-            try:
-                up.wait(STOP_TIMEOUT_S)
-            finally:
-                up.kill()  # what has not ended by itself; its services die with it
-
-
-def model_facts() -> dict[str, Any]:
-    """What the client must know to predict tokens."""
-    directory = model_path(load(ModelConfig, {}))
-    config = json.loads((directory / "config.json").read_text())
-    generation = directory / "generation_config.json"
-    eos = json.loads(generation.read_text())["eos_token_id"] if generation.is_file() else config["eos_token_id"]
-    return {
-        "model": directory.resolve().name,
-        "vocab_size": config["vocab_size"],
-        "eos_token_ids": eos if isinstance(eos, list) else [eos],
-    }
+def on(stack: Stack, run: Run, **changes: Any) -> Run:
+    """The run, of this stack and its processes."""
+    pids = {name.removesuffix("-1"): pid for name, pid in stack.pids().items()}
+    return replace(run, url=stack.url, pids=pids, **changes)
 
 
 def run_client(run: Run) -> Result:
@@ -130,9 +80,9 @@ CPU_HEAD = " ".join(f"{name:>9}" for name in (*SERVICES, "all"))
 def throughput(run: Run, counts: list[int], step_us: float) -> None:
     print(f"\nthroughput: a step takes {step_us / 1000:g} ms; CPU in µs per token")
     print(f"{'streams':>7} {'tok/s':>8} {'TTFT p50':>9} {'p99 ms':>8} {'at once p50':>11} {'ITL p50':>8} {CPU_HEAD}")
-    with simulated_stack({"SIMULATED_FIXED_US": str(step_us), "KV_PAGES": "16384"}) as stack:
+    with simulated({"SIMULATED_FIXED_US": str(step_us)}) as stack:
         for streams in counts:
-            result = run_client(replace(run, url=stack.url, pids=stack.pids, streams=streams))
+            result = run_client(on(stack, run, streams=streams))
             ttft = result.ttft_s or result.first_wave_ttft_s
             print(
                 f"{streams:7} {result.tokens / result.measured_s:8.0f} {ms(ttft, 0.5):9.1f} {ms(ttft, 0.99):8.1f} "
@@ -148,8 +98,8 @@ def paced(run: Run) -> None:
     print(f"\npaced: {PACED_STREAMS} streams of {1 / PACED_STEP_S:.0f} tok/s; added to the steps' own time, in ms")
     print(f"{'TTFT p50':>8} {'p99':>6} {'ITL p50':>8} {'p99':>6} {'tok/s':>8} {CPU_HEAD}")
     run = replace(run, streams=PACED_STREAMS, output_tokens=50, think_s=10 * PACED_STEP_S)
-    with simulated_stack({"SIMULATED_FIXED_US": f"{1e6 * PACED_STEP_S:.0f}", "KV_PAGES": "16384"}) as stack:
-        result = run_client(replace(run, url=stack.url, pids=stack.pids))
+    with simulated({"SIMULATED_FIXED_US": f"{1e6 * PACED_STEP_S:.0f}"}) as stack:
+        result = run_client(on(stack, run))
         ttft_ms = [ms(result.ttft_s, share) - 1000 * PACED_STEP_S * (1 + share) for share in (0.5, 0.99)]
         gap_ms = [ms(result.gap_s, share) - 1000 * PACED_STEP_S for share in (0.5, 0.99)]
         print(
@@ -161,10 +111,8 @@ def paced(run: Run) -> None:
 def idle(run: Run) -> None:
     print(f"\nidle: {IDLE_STREAMS} streams, {IDLE_DECODE_US} µs per decode; CPU in µs per token")
     print(f"{'streams':>7} {'tok/s':>8} {CPU_HEAD}")
-    variables = {"SIMULATED_DECODE_TOKEN_US": str(IDLE_DECODE_US), "KV_PAGES": "16384"}
-    with simulated_stack(variables) as stack:
-        run = replace(run, streams=IDLE_STREAMS, output_tokens=24)
-        result = run_client(replace(run, url=stack.url, pids=stack.pids))
+    with simulated({"SIMULATED_DECODE_TOKEN_US": str(IDLE_DECODE_US)}) as stack:
+        result = run_client(on(stack, run, streams=IDLE_STREAMS, output_tokens=24))
         print(f"{IDLE_STREAMS:7} {result.tokens / result.measured_s:8.0f} {cpu_columns(result)}   {check(result)}")
 
 
@@ -190,19 +138,22 @@ def main() -> None:
         think_s=0.0,
         warm_up_s=asked.warm_up,
         measure_s=asked.seconds,
-        **model_facts(),
+        **asdict(model_facts()),
     )
     counts = [int(count) for count in asked.streams.split(",")]
-    for case in cases:
-        match case:
-            case "throughput":
-                throughput(run, counts, 0.0)
-            case "stepped":
-                throughput(run, counts, 1000 * asked.step_ms)
-            case "paced":
-                paced(run)
-            case _:
-                idle(run)
+    try:
+        for case in cases:
+            match case:
+                case "throughput":
+                    throughput(run, counts, 0.0)
+                case "stepped":
+                    throughput(run, counts, 1000 * asked.step_ms)
+                case "paced":
+                    paced(run)
+                case _:
+                    idle(run)
+    except BenchFailed as error:
+        raise SystemExit(f"bench.mesh_overhead: {error.message}") from None
 
 
 if __name__ == "__main__":

@@ -9,20 +9,14 @@ which they share, + for each its KV pool and 400 MB.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-READY = "is served at"
-_SERVICE_READY = re.compile(r"(\S+) is ready after ([0-9.]+) s")
-STOP_TIMEOUT_S = 60.0
+from bench.openai_stream import BenchFailed
+from bench.stack import running_stack
+
 MB = 1e6
 
 
@@ -53,39 +47,12 @@ class Started:
 
 
 def start_once(options: list[str], kv_memory_mb: int) -> Started:
-    """Start, look, stop. Raises RuntimeError with the launcher's output when it ends before it is ready."""
-    with tempfile.TemporaryDirectory() as state_dir:
-        command = [sys.executable, "-m", "phasemesh", "up", "--state-dir", state_dir, "--port", "0", *options]
-        environ = {**os.environ, "PHASEMESH_KV_MEMORY_MB": str(kv_memory_mb), "PYTHONUNBUFFERED": "1"}
-        began_s = time.monotonic()
-        launcher = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            services_s = _until_ready(launcher)
-            ready_s = time.monotonic() - began_s
-            services = json.loads((Path(state_dir) / "stack.json").read_text())["services"]
-            pids = {service["name"]: int(service["pid"]) for service in services}
-            memory = {name: Memory.parse(Path(f"/proc/{pid}/smaps_rollup").read_text()) for name, pid in pids.items()}
-            workers = [pid for name, pid in pids.items() if name.startswith("worker")]
-            return Started(ready_s, services_s, memory, _weight_files(workers))
-        finally:
-            launcher.terminate()
-            try:
-                launcher.communicate(timeout=STOP_TIMEOUT_S)
-            finally:
-                launcher.kill()  # what has not ended by itself; its services die with it
-
-
-def _until_ready(launcher: subprocess.Popen[str]) -> dict[str, float]:
-    """Read the launcher's output up to its welcome; seconds each service took."""
-    assert launcher.stdout is not None
-    seen: list[str] = []
-    for line in launcher.stdout:
-        seen.append(line)
-        if READY in line:
-            return {name: float(seconds) for name, seconds in _SERVICE_READY.findall("".join(seen))}
-    raise RuntimeError(f"phasemesh up ended before it was ready:\n{''.join(seen)}")
+    """Start, look, stop. Raises BenchFailed with the launcher's output when it ends before it is ready."""
+    with running_stack(options, {"KV_MEMORY_MB": str(kv_memory_mb), "LOG_LEVEL": "info"}) as stack:
+        pids = stack.pids()
+        memory = {name: Memory.parse(Path(f"/proc/{pid}/smaps_rollup").read_text()) for name, pid in pids.items()}
+        workers = [pid for name, pid in pids.items() if name.startswith("worker")]
+        return Started(stack.ready_s, stack.services_s, memory, _weight_files(workers))
 
 
 def _weight_files(pids: list[int]) -> dict[str, int]:
@@ -128,7 +95,10 @@ def main() -> None:
     options = ["--weight-dtype", arguments.weight_dtype, "--workers", str(arguments.workers)]
     if arguments.model:
         options += ["--model", arguments.model]
-    runs = [start_once(options, arguments.kv_memory_mb) for _ in range(1 + arguments.rounds)]
+    try:
+        runs = [start_once(options, arguments.kv_memory_mb) for _ in range(1 + arguments.rounds)]
+    except BenchFailed as error:
+        raise SystemExit(f"bench.startup: {error.message}") from None
     print(f"{arguments.weight_dtype}, {arguments.workers} worker(s)")
     print(report(runs[1:], arguments.kv_memory_mb))
 

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from wire import keys
 from wire.entries import WorkerEntry
+from wire.ids import Epoch
 
 log = logging.getLogger("gpu_worker.registration")
 
@@ -55,12 +56,13 @@ async def keep_registered(
 
 
 async def _register(redis: Redis, cell: str, entry: WorkerEntry) -> None:
-    """Lease in the cell's set of workers, and the entry with the same lifetime, in one transaction."""
+    """Lease in the cell's set of workers; with the same lifetime the entry and the index of its KV. One transaction."""
     key = keys.worker(cell, entry.worker_id)
     async with redis.pipeline(transaction=True) as pipe:
         pipe.zadd(keys.workers(cell), {entry.worker_id: time.time() + keys.WORKER_LEASE_TTL_S})
         pipe.hset(key, mapping=entry.encode())  # type: ignore[arg-type]  # redis-py's mapping type is invariant
-        pipe.pexpire(key, int(keys.WORKER_LEASE_TTL_S * 1000))
+        for leased in (key, _prefixes(cell, entry)):
+            pipe.pexpire(leased, int(keys.WORKER_LEASE_TTL_S * 1000))
         await pipe.execute()
 
 
@@ -68,7 +70,11 @@ async def _remove(redis: Redis, cell: str, entry: WorkerEntry) -> None:
     try:
         async with asyncio.timeout(_REMOVE_TIMEOUT_S), redis.pipeline(transaction=True) as pipe:
             pipe.zrem(keys.workers(cell), entry.worker_id)
-            pipe.delete(keys.worker(cell, entry.worker_id))
+            pipe.unlink(keys.worker(cell, entry.worker_id), _prefixes(cell, entry))
             await pipe.execute()
     except _AWAY as error:
         log.warning("not removed from Redis; the lease will lapse", extra={"error": repr(error)})
+
+
+def _prefixes(cell: str, entry: WorkerEntry) -> str:
+    return keys.prefixes(cell, entry.worker_id, Epoch(entry.epoch))

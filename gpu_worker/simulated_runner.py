@@ -1,8 +1,9 @@
 """A worker without a model: everything but the forward pass is real. `phasemesh up --simulate`.
 
 It is a runner behind the executor's own port, so plans, leases, sequences, residency, reports and cancels are those of
-every worker. A step takes what gpu_worker/step_cost.py predicts; tokens depend on (seed, choice, output position)
-alone, so a client can tell each of them beforehand. Imports no torch and reads no weights.
+every worker; so are copies, pulls and tiers, of pages whose few bytes depend on the prefix (simulated_kv.py). A step
+takes what step_cost.py predicts; tokens depend on (seed, choice, output position) alone, so a client can tell each of
+them beforehand. A sequence whose pages are not its own ends in an error. Imports no torch and reads no weights.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gpu_worker.model_config import DecoderConfig, context_limit, load_decoder_c
 from gpu_worker.model_port import Sampled, StepOutput
 from gpu_worker.randomness import uniforms
 from gpu_worker.sequences import LiveSequence
+from gpu_worker.simulated_kv import SimulatedKv
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.step_cost import StepCost
 from gpu_worker.transfer.port import KvPages
@@ -69,7 +71,10 @@ class SimulatedRunner:
         self.card = card
         self.num_pages = num_pages
         self.page_size = page_size
-        self.kv: KvPages | None = None
+        self._kv = SimulatedKv(
+            card.kv_dtype, num_pages=num_pages, page_size=page_size, max_positions=card.max_model_len
+        )
+        self.kv: KvPages | None = self._kv.pages
         self._cost = cost
         self._source = TokenSource(card.vocab_size, card.eos_token_ids)
         self._now = now
@@ -86,14 +91,22 @@ class SimulatedRunner:
             [sequence.choice for sequence in sampling],
             [sequence.num_output_tokens for sequence in sampling],
         )
-        sampled = [Sampled(token, self._logprobs(sequence)) for token, sequence in zip(tokens, sampling, strict=True)]
+        self._kv.write(batch)
+        sampled = [self._sampled(token, sequence) for token, sequence in zip(tokens, sampling, strict=True)]
         left_s = ends_s - self._now()
         if left_s > 0:
             self._sleep(left_s)
         return StepOutput(sampled, sample_us=0)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """There is no KV to copy."""
+        self._kv.copy(copies)
+
+    def _sampled(self, token: int, sequence: LiveSequence) -> Sampled:
+        """No token at the end of a prefill, where what was reused is seen, if it is not the sequence's own KV."""
+        ends_prefill = not sequence.num_output_tokens or len(sequence.token_ids) - sequence.num_computed > 1
+        if ends_prefill and not self._kv.holds(sequence):
+            return Sampled(None)
+        return Sampled(token, self._logprobs(sequence))
 
     def _logprobs(self, sequence: LiveSequence) -> TokenLogprobs | None:
         """Every token is as likely: the lowest ids stand for the likeliest."""

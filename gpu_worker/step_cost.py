@@ -1,4 +1,4 @@
-"""How long a step takes, predicted: the simulated worker waits that long. Pure.
+"""How long a step, or a pull of KV, takes, predicted: the simulated worker waits that long. Pure.
 
 A roofline over the mixed batch (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): a step reads the weights
 once and the KV of every context, while it computes every token; whichever takes longer is what it takes.
@@ -43,3 +43,17 @@ class StepCost:
             decode_tokens=decodes,
             context_tokens=sum(batch.context_lens),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PullCost:
+    """Microseconds, each ≥ 0: what units of KV from another worker take, beside what moving messages really takes."""
+
+    fixed_us: float = 0.0
+    """Of each pull: asking, and the way there and back."""
+    unit_us: float = 0.0
+    """Of each unit: its bytes ÷ bandwidth."""
+
+    def pull_us(self, num_units: int) -> float:
+        """Microseconds of a pull of so many units."""
+        return self.fixed_us + num_units * self.unit_us

@@ -1,7 +1,7 @@
 """Prometheus metrics of each service. One object per process, with its own registry, so tests can make many.
 
 A fact has one name: where LLM servers already have a `vllm:` one, that; else `phasemesh_…`. Seconds, tokens and
-pages, never milliseconds; bytes only of what went over a link. Fields with labels are used as
+pages, never milliseconds; bytes where KV is not in pages. Fields with labels are used as
 `metrics.requests.labels(route, status).inc()`.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from observability import names
+from observability.tier_metrics import TierMetrics
 
 # Upper bounds in seconds. A CPU decodes a step in tens of milliseconds, an accelerator in a few.
 STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -182,6 +183,24 @@ class SchedulerMetrics:
         self.displaced = Counter(
             names.SCHEDULER_DISPLACED, "Sequences queued again because their worker was lost.", registry=r
         )
+        self.prefix_units = Gauge(
+            names.PREFIX_INDEX_UNITS,
+            "KV units that a worker holds, in whatever tier.",
+            ["worker"],
+            registry=r,
+        )
+        self.prefix_drift = Gauge(
+            names.PREFIX_INDEX_DRIFT,
+            "Units that the first of these said a worker holds, and the second did not, at the last audit.",
+            ["worker", "between"],
+            registry=r,
+        )
+        self.prefix_repairs = Counter(
+            names.PREFIX_INDEX_REPAIRS,
+            "Units that an audit set right, by where.",
+            ["worker", "in"],
+            registry=r,
+        )
         self.plans = Counter(names.SCHEDULER_PLANS, "Plans dispatched.", ["worker"], registry=r)
         self.tokens = Counter(
             names.SCHEDULER_TOKENS, "Tokens processed, as workers reported them.", ["worker", "phase"], registry=r
@@ -226,9 +245,14 @@ class SchedulerMetrics:
         self.worker_sequences.labels(worker, role).set(running)
         self.pulls_in_flight.labels(worker).set(pulling)
 
+    def set_drift(self, worker: str, between: str, units: int) -> None:
+        """One comparison of an audit: "twin-redis" (either way), "twin-worker" or "worker-twin"."""
+        self.prefix_drift.labels(worker, between).set(units)
+
     def forget_worker(self, worker: str) -> None:
         """Drop a lost worker's gauges, so that no dashboard shows pages that are gone. Its counters stay."""
-        for gauge in (self.pages, self.kv_cache_usage, self.worker_sequences, self.pulls_in_flight):
+        held = (self.pages, self.kv_cache_usage, self.worker_sequences, self.pulls_in_flight)
+        for gauge in (*held, self.prefix_units, self.prefix_drift):
             gauge.remove_by_labels({"worker": worker})
 
 
@@ -249,6 +273,7 @@ class WorkerMetrics:
         self.queued_plans = Gauge(names.WORKER_QUEUED_PLANS, "Plans waiting behind the running one.", registry=r)
         self.step_failures = Counter(names.WORKER_STEP_FAILURES, "Steps that raised.", registry=r)
         self.epochs = Counter(names.WORKER_EPOCHS, "Epochs begun: lives of the KV tensors.", registry=r)
+        self.tiers = TierMetrics(r)
         self.redis_reconnects = _redis_reconnects(r)
 
     def observe_step(

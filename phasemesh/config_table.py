@@ -20,6 +20,7 @@ TITLES = {
     "ModelConfig": "The model",
     "WorkerConfig": "Worker",
     "SimulationConfig": "Simulated worker",
+    "TierConfig": "KV below a worker's pages",
     "BatchingConfig": "Batching policy",
     "SchedulerConfig": "Scheduler",
     "GatewayConfig": "Gateway",

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Final
 
+from kvstore.redis_prefix_index import RedisPrefixIndex
 from observability.metrics import SchedulerMetrics
 from observability.tracing import Tracer
 from scheduler import events
@@ -14,9 +15,11 @@ from scheduler.cell_card import CellCardPublisher
 from scheduler.clock import Clock
 from scheduler.engine import Engine
 from scheduler.gateway_watch import GatewayWatch
+from scheduler.index_writer import IndexWriter
 from scheduler.intake import ControlIntake, RequestIntake
 from scheduler.lease import Lease
 from scheduler.pending import PendingRequests
+from scheduler.prefix_audit import PrefixAudit
 from scheduler.publisher import Publisher
 from scheduler.recovery import Recovery
 from scheduler.request_spans import RequestSpans
@@ -71,6 +74,17 @@ class Tenure:
             model_known=self._arrivals.model_known,
             is_idle=lambda: not pending.all() and not self._engine.stats().workers,
         )
+        index = RedisPrefixIndex(redis, cell, fence=lease.fence)
+        self._index = IndexWriter(index, self._engine.twin, lease)
+        self._audit = PrefixAudit(
+            index,
+            self._engine.twin,
+            self._index,
+            self._registry.sessions,
+            inbox,
+            metrics,
+            period_s=config.index_audit_s,
+        )
         self._card = CellCardPublisher(redis, cell, lease, self._engine.stats, metrics)
         self._service = Service(
             self._engine,
@@ -80,6 +94,7 @@ class Tenure:
             workers_changed=self._card.workers_changed,
             publisher=self._publisher,
             terminals=terminals,
+            index=self._index,
             metrics=metrics,
         )
         self._recovery = Recovery(
@@ -118,6 +133,8 @@ class Tenure:
                 tasks.create_task(self._lease.keep())
                 tasks.create_task(self._service.run())
                 tasks.create_task(self._publisher.run())
+                tasks.create_task(self._index.run())
+                tasks.create_task(self._audit.run())
                 tasks.create_task(self._registry.run())
                 tasks.create_task(self._arrivals.expire())
                 tasks.create_task(self._card.run())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from scheduler.commands import Admission, UpdateIndex
+from scheduler.events import ResidencyAudited
 from scheduler.policy.batching import publish_units
 from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, charge
 from scheduler.policy.handoff import Handoffs
@@ -56,6 +57,11 @@ class Placing:
         self._handoffs.lose_target(worker)
         for seq in worker.running.values():
             self._handoffs.abandon(seq)
+
+    def audited(self, worker: WorkerView, audit: ResidencyAudited) -> list[UpdateIndex]:
+        """What the worker holds was held against the twin."""
+        self.to_plan[worker.worker_id] = None
+        return self.prefixes.audited(worker, audit)
 
     def index_changes(self) -> Iterable[UpdateIndex]:
         """What came into the workers' pages, and what went, since the last call."""

@@ -10,6 +10,7 @@ from observability.metrics import SchedulerMetrics
 from scheduler.clock import Clock
 from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply, UpdateIndex
 from scheduler.events import Event, PullReported, StepReported, Tick, WorkerDown, WorkerUp
+from scheduler.index_writer import IndexWriter
 from scheduler.publisher import Publisher
 from scheduler.pull_metrics import observe_hits, observe_pull
 from scheduler.stats import EngineStats
@@ -41,6 +42,7 @@ class Service:
         workers_changed: Callable[[], None],
         publisher: Publisher,
         terminals: Terminals,
+        index: IndexWriter,
         metrics: SchedulerMetrics,
     ) -> None:
         self._engine = engine
@@ -50,6 +52,7 @@ class Service:
         self._workers_changed = workers_changed
         self._publisher = publisher
         self._terminals = terminals
+        self._index = index
         self._metrics = metrics
         self._model_name = ""
 
@@ -76,7 +79,7 @@ class Service:
                     case PublishReply() | FinishRequest():
                         replies.append(command)
                     case UpdateIndex():
-                        pass
+                        self._index.update(command)
                     case _:
                         assert_never(command)
             self._observe(event)
@@ -128,5 +131,6 @@ class Service:
             case WorkerUp(info, _):
                 self._model_name = info.model.name
                 self._workers_changed()
-            case WorkerDown():
+            case WorkerDown(worker_id, epoch, _):
+                self._index.worker_down(worker_id, epoch)
                 self._workers_changed()

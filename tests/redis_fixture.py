@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,20 +19,54 @@ from phasemesh import ports
 from phasemesh.redis_server import find_server
 from wire.child import die_with_parent
 
-__all__ = ["RedisServer", "die_with_parent", "durable_redis_server", "free_port", "redis_server", "redis_url"]
+__all__ = [
+    "HERE",
+    "Place",
+    "RedisServer",
+    "die_with_parent",
+    "durable_redis_server",
+    "free_port",
+    "redis_server",
+    "redis_url",
+]
 
 START_TIMEOUT_S = 10.0
 _taken: set[int] = set()
 """Ports given out in this session: never the same one twice."""
 
 
+class Place:
+    """Where a server of a test runs: here, or on one of a test's hosts (tests/mesh/hosts.py)."""
+
+    address = "127.0.0.1"
+    """For it to bind."""
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """What runs a command there, as the very process that is started."""
+        return list(command)
+
+    def started(self, pid: int) -> None:
+        """A process runs there now."""
+
+
+HERE = Place()
+
+
 class RedisServer:
     """One redis-server on one port; its data is in a directory of its own."""
 
-    def __init__(self, directory: Path, *, append_only: bool = False, options: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        append_only: bool = False,
+        options: dict[str, str] | None = None,
+        place: Place = HERE,
+    ) -> None:
         """append_only: what was written survives kill -9, but for the last second. options: of redis-server."""
         self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.url = f"redis://{place.address}:{self.port}/0"
+        self._place = place
         self._directory = directory
         self._append_only = append_only
         self._options = options or {}
@@ -43,11 +77,12 @@ class RedisServer:
         assert self._process is None
         with (self._directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(find_server()), *self.arguments()],
+                self._place.command([str(find_server()), *self.arguments()]),
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,
             )
+        self._place.started(self._process.pid)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             assert self._process.poll() is None, (self._directory / "redis.log").read_text()
@@ -57,7 +92,8 @@ class RedisServer:
     def arguments(self) -> list[str]:
         options = {
             "port": str(self.port),
-            "bind": "127.0.0.1",
+            "bind": self._place.address,
+            "protected-mode": "no",  # it only listens where tests are
             "save": "",
             "appendonly": "yes" if self._append_only else "no",
             "dir": str(self._directory),
@@ -74,7 +110,7 @@ class RedisServer:
 
     def _answers(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
+            with socket.create_connection((self._place.address, self.port), timeout=1.0) as connection:
                 connection.sendall(b"PING\r\n")
                 return connection.recv(5) == b"+PONG"
         except OSError:

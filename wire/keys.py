@@ -1,7 +1,7 @@
 """Every Redis key and every lifetime, in this one file.
 
 Every key carries its cell's hash tag `{cell}`, so all of a cell lies on one slot of a Redis Cluster: a script may touch
-several keys, and one node serves the cell (docs/adr/0009). Lifetimes are seconds; a key without one lives until its
+several keys, and one node serves the cell (docs/adr/0011). Lifetimes are seconds; a key without one lives until its
 owner removes it.
 """
 
@@ -94,3 +94,18 @@ def prefixes(cell: str, worker_id: WorkerId, epoch: Epoch) -> str:
 def gateways(cell: str) -> str:
     """Sorted set: gateway id → unix time its lease lapses."""
     return f"{{{cell}}}:gateways"
+
+
+def kv_unit(cell: str, name: str) -> str:
+    """String with a TTL: one unit's KV as gpu_worker/tiers/unit_codec.py stores it. `name` is `<layout>:<hash>`."""
+    return f"{{{cell}}}:kv:{name}"
+
+
+def kv_order(cell: str) -> str:
+    """Sorted set with a TTL: `<layout>:<hash>:<bytes>` of each kv_unit → µs since 1970 when it was stored."""
+    return f"{{{cell}}}:kvorder"
+
+
+def kv_total(cell: str) -> str:
+    """Counter with a TTL: bytes of all in kv_order."""
+    return f"{{{cell}}}:kvtotal"

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.openai_stream import BenchFailed
 from bench.startup import Memory, Started, report, start_once
 from tests.model.conftest import checkpoint  # noqa: F401  # a fixture
 
@@ -51,5 +52,5 @@ def test_the_bar_counts_shared_weights_once_and_a_pool_for_each_worker() -> None
 
 
 def test_what_the_launcher_says_when_it_cannot_start_is_passed_on() -> None:
-    with pytest.raises(RuntimeError, match="'int4': one of auto, float32, bfloat16, int8"):
+    with pytest.raises(BenchFailed, match="'int4': one of auto, float32, bfloat16, int8"):
         start_once(["--weight-dtype", "int4"], kv_memory_mb=16)

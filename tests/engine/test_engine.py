@@ -20,7 +20,7 @@ from scheduler.events import (
 from scheduler.sequence import MAX_FAULTS
 from tests.engine.driver import Driver, make_request, prompt, slow
 from tests.engine.paged_worker import EOS, PagedWorker, expected_output
-from wire.ids import PlanId, RequestId
+from wire.ids import Epoch, PlanId, RequestId
 from wire.plan import StepReport
 from wire.sampling import FinishReason
 
@@ -254,6 +254,21 @@ def test_a_request_that_makes_progress_outlives_any_number_of_lost_workers() -> 
     driver.run()
     assert driver.finished["r"].terminal.error_code is None
     assert driver.outputs["r/0"] == expected_output(prompt(10), make_request("x", [2], 30).sampling)
+
+
+@pytest.mark.parametrize("is_same_epoch", [True, False])
+def test_a_link_that_breaks_is_no_requests_fault_a_worker_that_dies_may_be(is_same_epoch: bool) -> None:
+    driver = Driver(pages=64)
+    driver.arrive("r", prompt(10), 30)
+    for epoch in range(2, 2 + MAX_FAULTS):
+        worker = driver.worker
+        driver.feed(WorkerDown(worker.info.worker_id, worker.info.epoch, "gone"))
+        worker.reconnect()
+        if not is_same_epoch:
+            worker.info = replace(worker.info, epoch=Epoch(epoch))
+        driver.feed(WorkerUp(worker.info, worker.residents()))
+    driver.run()
+    assert driver.finished["r"].terminal.error_code == (None if is_same_epoch else "worker_lost")
 
 
 def test_a_successor_continues_from_what_was_published() -> None:

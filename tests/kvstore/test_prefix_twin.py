@@ -84,6 +84,7 @@ class TwinMachine(RuleBasedStateMachine):
             assert self.twin.units(worker_id) == held
             for unit_hash in UNITS:
                 assert self.twin.tiers(worker_id, unit_hash) == tuple(t for t in Tier if unit_hash in held[t])
+            assert set(self.twin.hashes(worker_id)) == set().union(*held.values())
             assert self.twin.count(worker_id) == len(set().union(*held.values()))
 
 

@@ -10,9 +10,10 @@ import time
 import urllib.request
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 from urllib.error import URLError
 
-from tests.redis_fixture import RedisServer, die_with_parent, free_port
+from tests.redis_fixture import HERE, Place, RedisServer, die_with_parent, free_port
 
 START_TIMEOUT_S = 60.0
 
@@ -20,12 +21,21 @@ START_TIMEOUT_S = 60.0
 class Service:
     """One of our services: its command's environment, its process, its log."""
 
-    def __init__(self, name: str, module: str, environment: dict[str, str], health_url: str, log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        environment: dict[str, str],
+        health_url: str,
+        log: Path,
+        place: Place = HERE,
+    ) -> None:
         self.name = name
         self.health_url = health_url
         self.log = log
         self._module = module
         self._environment = environment
+        self._place = place
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -33,13 +43,14 @@ class Service:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PHASEMESH_", "OTEL_"))}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module],
+                self._place.command([sys.executable, "-m", self._module]),
                 env=inherited | self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,
             )
+        self._place.started(self._process.pid)
 
     def kill(self) -> None:
         """kill -9."""
@@ -77,11 +88,16 @@ class Service:
 
     def metric(self, name: str, label: str = "") -> float:
         """Sum of the samples of a metric that carry the label."""
+        rows = [value for labels, value in self.samples(name).items() if label in labels]
+        assert rows, f"{self.name} exports no {name} {label}"
+        return sum(rows)
+
+    def samples(self, name: str) -> dict[str, float]:
+        """A metric's samples by their labels as they are written, e.g. `worker="worker-0",state="free"`."""
         with urllib.request.urlopen(self.health_url.replace("/health", "/metrics"), timeout=5.0) as answer:
             lines = answer.read().decode().splitlines()
-        rows = [r for r in lines if r.startswith((f"{name}{{", f"{name} ")) and label in r]
-        assert rows, f"{self.name} exports no {name} {label}"
-        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+        rows = [row.rsplit(" ", 1) for row in lines if row.startswith((f"{name}{{", f"{name} "))]
+        return {labels.removeprefix(name).strip("{}"): float(value) for labels, value in rows}
 
     def wait_metric(self, name: str, at_least: float, timeout_s: float = 30.0) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -90,7 +106,53 @@ class Service:
             time.sleep(0.01)
 
 
-class MeshStack:
+class ServiceGroup:
+    """Redis, a scheduler, workers and a gateway that start and end together: a context manager."""
+
+    redis: RedisServer
+    scheduler: Service
+    workers: list[Service]
+    gateway: Service
+
+    @property
+    def services(self) -> list[Service]:
+        return [self.gateway, self.scheduler, *self.workers]
+
+    def __enter__(self) -> Self:
+        try:
+            self.redis.start()
+            for service in self.services:
+                service.start()
+            for service in self.services:
+                service.wait_healthy()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for service in self.services:
+            service.stop()
+        self.redis.kill()
+
+    def pages_in_use(self) -> int:
+        """Over all workers, from the scheduler's metrics."""
+        return int(self.scheduler_metric("phasemesh_scheduler_kv_pages", 'state="in_use"'))
+
+    def wait_no_page_in_use(self, timeout_s: float = 5.0) -> None:
+        """Every page is back. The metric is sampled, so it may lag the last terminal."""
+        deadline_s = time.monotonic() + timeout_s
+        while in_use := self.pages_in_use():
+            assert time.monotonic() < deadline_s, f"{in_use} pages are still in use"
+            time.sleep(0.02)
+
+    def scheduler_metric(self, name: str, label: str = "") -> float:
+        return self.scheduler.metric(name, label)
+
+
+class MeshStack(ServiceGroup):
     """Redis, one scheduler, workers, one gateway. `env` reaches every service, e.g. {"STEP_TOKEN_BUDGET": "7"}."""
 
     def __init__(
@@ -124,40 +186,3 @@ class MeshStack:
         port = free_port()
         environment = environment | {f"PHASEMESH_{port_variable}": str(port)}
         return Service(name, module, environment, f"http://127.0.0.1:{port}/health", self.directory / f"{name}.log")
-
-    @property
-    def services(self) -> list[Service]:
-        return [self.gateway, self.scheduler, *self.workers]
-
-    def __enter__(self) -> MeshStack:
-        try:
-            self.redis.start()
-            for service in self.services:
-                service.start()
-            for service in self.services:
-                service.wait_healthy()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for service in self.services:
-            service.stop()
-        self.redis.kill()
-
-    def pages_in_use(self) -> int:
-        """Over all workers, from the scheduler's metrics."""
-        return int(self.scheduler_metric("phasemesh_scheduler_kv_pages", 'state="in_use"'))
-
-    def wait_no_page_in_use(self, timeout_s: float = 5.0) -> None:
-        """Every page is back. The metric is sampled, so it may lag the last terminal."""
-        deadline_s = time.monotonic() + timeout_s
-        while in_use := self.pages_in_use():
-            assert time.monotonic() < deadline_s, f"{in_use} pages are still in use"
-            time.sleep(0.02)
-
-    def scheduler_metric(self, name: str, label: str = "") -> float:
-        return self.scheduler.metric(name, label)

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import pytest
 from redis.asyncio import Redis
@@ -27,12 +28,17 @@ from wire import keys
 from wire.config import SchedulerConfig, load
 from wire.entries import CellCard
 from wire.ids import GatewayId
+from wire.plan import Role
 from wire.redis_client import open_redis
 
 STEP_S = 0.005
 
 
-def environment(redis_server: RedisServer, **settings: str) -> dict[str, str]:
+class HasUrl(Protocol):
+    url: str
+
+
+def environment(redis_server: HasUrl, **settings: str) -> dict[str, str]:
     named = {f"PHASEMESH_{name}": value for name, value in settings.items()}
     return {
         "PHASEMESH_CELL": CELL,
@@ -43,7 +49,7 @@ def environment(redis_server: RedisServer, **settings: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def scheduler(redis_server: RedisServer, **settings: str) -> AsyncIterator[Scheduler]:
+async def scheduler(redis_server: HasUrl, **settings: str) -> AsyncIterator[Scheduler]:
     """In this process."""
     config = load(SchedulerConfig, environment(redis_server, **settings))
     built = Scheduler(config, SchedulerMetrics(), NullTracer())
@@ -111,6 +117,31 @@ async def test_requests_stream_and_end_and_leave_nothing(
         card = CellCard.decode(await redis.hgetall(keys.cell_card(CELL)))  # type: ignore[arg-type]
     assert card.num_workers == 1 and card.model_name == "model"
     assert await redis.get(keys.lease(CELL)) is None, "released at the end"
+
+
+async def test_roles_change_under_running_requests_and_drop_none(
+    redis_server: RedisServer, redis: Redis, client: Gateway, worker: ScriptedWorker
+) -> None:
+    other = ScriptedWorker("w2", step_s=STEP_S)
+    async with serve(other), scheduler(redis_server):
+        await register(redis, CELL, other)
+        await until(lambda: has_workers(redis, 2))
+        streams = []
+        for name, role in (("r0", Role.PREFILL), ("r1", Role.DECODE), ("r2", Role.BOTH)):
+            streams += [
+                await client.submit(request_entry(f"{name}-{i}", list(range(2, 20 + i)), max_tokens=60))
+                for i in range(4)
+            ]
+            await redis.hset(keys.roles(CELL), "w2", role)
+            await until(lambda role=role: in_role(redis, "w2", role))  # type: ignore[misc]
+        for stream in streams:
+            await stream.finished_right()
+
+
+async def in_role(redis: Redis, worker_id: str, role: Role) -> bool:
+    """The card says so."""
+    raw = await redis.hgetall(keys.cell_card(CELL))
+    return (worker_id, role) in [(w.worker_id, w.role) for w in CellCard.decode(raw).workers]  # type: ignore[arg-type]
 
 
 async def has_workers(redis: Redis, num_workers: int) -> bool:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
+from kvstore.memory_prefix_index import MemoryPrefixIndex
+from kvstore.prefix_twin import PrefixTwin
 from scheduler.commands import Admission, Command, FinishRequest, Timeline, Transfer
 from scheduler.events import Event, PullReported, Tick
+from scheduler.index_writer import IndexWriter
 from scheduler.pending import PendingRequest
 from scheduler.service import Service
 from scheduler.stats import EngineStats
@@ -47,6 +50,7 @@ def service(parts: Parts, engine: ScriptedEngine) -> Service:
         workers_changed=lambda: None,
         publisher=parts.publisher,
         terminals=parts.terminals,
+        index=IndexWriter(MemoryPrefixIndex(), PrefixTwin(), parts.lease),
         metrics=parts.metrics,
     )
 

@@ -17,7 +17,7 @@ from observability.metrics import WorkerMetrics
 from tests.redis_fixture import RedisServer
 from wire import keys
 from wire.entries import WorkerEntry
-from wire.ids import WorkerId
+from wire.ids import Epoch, WorkerId
 from wire.redis_client import open_redis
 
 TIMEOUT_S = 10.0
@@ -81,6 +81,23 @@ async def test_a_worker_is_found_with_a_lease_and_gone_after_a_clean_stop(
         assert await stored_entry(redis) == ENTRY
         assert 0 < await redis.pttl(keys.worker(CELL, ENTRY.worker_id)) <= keys.WORKER_LEASE_TTL_S * 1000
     assert await redis.keys("*") == []
+
+
+async def test_heartbeats_keep_the_index_of_this_epoch_alive_and_a_clean_stop_removes_it(
+    redis: Redis, durable_redis_server: RedisServer
+) -> None:
+    indexed, earlier = (keys.prefixes(CELL, ENTRY.worker_id, Epoch(epoch)) for epoch in (ENTRY.epoch, ENTRY.epoch - 1))
+    for key in (indexed, earlier):
+        await redis.hset(key, "unit", "d")
+        await redis.pexpire(key, 100_000)
+
+    async def renewed() -> bool:
+        return await redis.pttl(indexed) <= keys.WORKER_LEASE_TTL_S * 1000
+
+    async with registered(durable_redis_server, constant()):
+        await until(renewed)
+        assert await redis.pttl(earlier) > keys.WORKER_LEASE_TTL_S * 1000
+    assert await redis.keys("*") == [earlier.encode()]
 
 
 async def test_heartbeats_renew_the_lease_and_carry_a_new_epoch(

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
+from gpu_worker.sequences import LiveSequence
 from gpu_worker.simulated_runner import REVISION, SimulatedRunner, TokenSource, open_simulated
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.step_cost import StepCost
+from gpu_worker.transfer.port import UnitPlace
 from tests.model.checkpoints import make_checkpoint
 from tests.worker.fake_runner import CARD, EOS
 from tests.worker.plans import chunk, decode, grant, live, plan, release
 from tests.worker.test_executor import finish_of, running, tokens_of
 from wire.errors import ConfigInvalid, ModelUnsupported
+from wire.ids import PageId
+from wire.plan import PageCopy
 from wire.sampling import FinishReason, SamplingParams
 
 PROMPT = list(range(1, 41))
@@ -50,6 +54,17 @@ def predicted(seed: int, count: int, *, choice: int = 0, first: int = 0) -> list
     return source.tokens([seed] * count, [choice] * count, range(first, first + count))
 
 
+def prefilled(runner: SimulatedRunner, sampling: SamplingParams) -> tuple[StepBatch, LiveSequence]:
+    """The step of a prompt's last token, all others of it in its pages."""
+    sequence = live(PROMPT, sampling=sampling)
+    sequence.block_table = [PageId(page) for page in (5, 3, 8)]
+    sequence.num_computed = 39
+    slots = [sequence.block_table[p // 16] * 16 + p % 16 for p in range(40)]
+    tables = [list(sequence.block_table)]
+    runner.step(StepBatch(PROMPT[:39], list(range(39)), slots[:39], [39], [39], tables, []), [])  # type: ignore[arg-type]
+    return StepBatch(PROMPT[39:], [39], slots[39:], [1], [40], tables, [0]), sequence  # type: ignore[arg-type]
+
+
 def test_tokens_cover_the_vocabulary_but_never_an_end_token() -> None:
     source = TokenSource(8, [5, 0, 5, 900])
     drawn = source.tokens(range(400), [0] * 400, [3] * 400)
@@ -59,25 +74,53 @@ def test_tokens_cover_the_vocabulary_but_never_an_end_token() -> None:
 
 def test_a_step_lasts_as_long_as_predicted_its_own_work_included() -> None:
     time = Time()
-    sequence = live(PROMPT, sampling=SEEDED)
-    batch = StepBatch([40], [39], [39], [1], [40], [[0, 1, 2]], [0])
+    runner = runner_of(COST, time)
+    batch, sequence = prefilled(runner, SEEDED)
+    time.slept_s.clear()
     started_s = time.now_s
-    output = runner_of(COST, time).step(batch, [sequence])
+    output = runner.step(batch, [sequence])
     assert [sampled.token for sampled in output.sampled] == predicted(SEEDED.seed, 1)
     assert time.now_s - started_s == pytest.approx(0.0025, abs=0.0002)
     assert 0 < time.slept_s[0] < 0.0025
     free = Time()
-    runner_of(StepCost(), free).step(batch, [sequence])
+    runner = runner_of(StepCost(), free)
+    batch, sequence = prefilled(runner, SEEDED)
+    runner.step(batch, [sequence])
     assert free.slept_s == []
 
 
 def test_log_probabilities_are_those_of_an_even_draw() -> None:
-    sequence = live(PROMPT, sampling=SamplingParams(10, logprobs=3))
-    [sampled] = runner_of(StepCost()).step(StepBatch([40], [39], [39], [1], [40], [[0]], [0]), [sequence]).sampled
+    runner = runner_of(StepCost())
+    batch, sequence = prefilled(runner, SamplingParams(10, logprobs=3))
+    [sampled] = runner.step(batch, [sequence]).sampled
     assert sampled.logprobs is not None
     even = pytest.approx(-math.log(CARD.vocab_size - 1))
     assert sampled.logprobs.logprob == even and sampled.logprobs.top_logprobs == [even] * 3
     assert len(set(sampled.logprobs.top_ids)) == 3
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_page_that_is_not_the_sequences_own_gives_no_token(layer: int) -> None:
+    runner = runner_of(StepCost())
+    batch, sequence = prefilled(runner, SEEDED)
+    assert runner.kv is not None
+    other = runner.kv.read(layer, [UnitPlace(PageId(5), 0)])
+    runner.kv.write(layer, [UnitPlace(PageId(3), 0)], other)
+    [sampled] = runner.step(batch, [sequence]).sampled
+    assert sampled.token is None
+
+
+async def test_reused_and_copied_pages_hold_the_sequence_and_a_strangers_do_not() -> None:
+    async with running(runner_of(StepCost())) as (_, client):
+        await client.run(plan(1, chunks=[chunk(1, 0, 40, tokens=PROMPT, pages=grant([1, 2, 3], 48))]))
+        shared = chunk(2, 32, 8, tokens=PROMPT, pages=grant([1, 2, 4], 48), sampling=SEEDED)
+        copied = chunk(3, 24, 16, tokens=PROMPT, pages=grant([1, 5, 6], 48), sampling=SEEDED)
+        copies = [PageCopy(PageId(2), PageId(5), 8)]
+        reports = await client.run(plan(2, chunks=[shared, copied], copies=copies))
+        assert tokens_of(reports, 2) == tokens_of(reports, 3) == predicted(SEEDED.seed, 1)
+        wrong = chunk(4, 32, 8, tokens=PROMPT, pages=grant([2, 1, 7], 48), sampling=SEEDED)
+        reports = await client.run(plan(3, chunks=[wrong]))
+        assert (tokens_of(reports, 4), finish_of(reports, 4)) == ([], FinishReason.ERROR)
 
 
 async def test_chunks_batch_mates_and_a_new_incarnation_change_no_token() -> None:

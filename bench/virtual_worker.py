@@ -1,0 +1,152 @@
+"""A worker in virtual time: plans, leases, grants and sequences are the worker's own code, a step is a delay.
+
+What gpu_worker/executor.py does with a thread and a clock, this does with two calls: `after(delay_s, call)` is its
+clock, `deliver(worker, report)` its stream. It draws no model's tokens: a token follows from seed and position.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+from bench.virtual_pulls import After, VirtualPuller
+from gpu_worker.batching import PlanRun, StepEntry
+from gpu_worker.pulls import SessionPulls
+from gpu_worker.residency import Residency
+from gpu_worker.sequences import LiveSequence, SequenceTable
+from gpu_worker.step_cost import StepCost
+from wire.ids import PageId
+from wire.plan import Progress, PullReport, StepPlan, StepReport, StepTiming, WorkerInfo
+
+WorkerReport: TypeAlias = StepReport | PullReport
+
+FIRST_TOKEN_ID = 20_000
+"""Output tokens are above those of bench/prefix_workloads.py's prompts."""
+
+
+def predicted_token(seed: int, position: int, vocab_size: int) -> int:
+    """Output token `position` of a request."""
+    return FIRST_TOKEN_ID + (seed * 7919 + position * 104_729) % (vocab_size - FIRST_TOKEN_ID)
+
+
+class VirtualWorker:
+    """Runs plans in order, one step at a time, until `stop`."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        cost: StepCost,
+        *,
+        after: After,
+        deliver: Callable[[VirtualWorker, WorkerReport], None],
+        puller: VirtualPuller | None = None,
+    ) -> None:
+        """puller None: it takes no KV from others."""
+        self.info = info
+        self.busy_s = 0.0
+        self.steps = 0
+        self.residency = Residency(info.page_size, info.num_pages)
+        self._cost = cost
+        self._after = after
+        self._deliver = deliver
+        self._pulls = SessionPulls(puller, self.residency, num_pages=info.num_pages, page_size=info.page_size)
+        self._table = SequenceTable(
+            info.model, num_pages=info.num_pages, page_size=info.page_size, on_grant=self._granted
+        )
+        self._plans: deque[StepPlan] = deque()
+        self._is_running = False
+        self._is_stopped = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
+
+    def stop(self) -> None:
+        """It is gone: what was under way reports nothing."""
+        self._is_stopped = True
+
+    def submit(self, plan: StepPlan) -> None:
+        if self._is_stopped:
+            return
+        self._plans.append(plan)
+        if not self._is_running:
+            self._next_plan()
+
+    def _next_plan(self) -> None:
+        """Begin the oldest plan that has a step; those without are reported at once."""
+        while self._plans and not self._is_running:
+            plan = self._plans.popleft()
+            self._move_pages(plan)
+            run = PlanRun(plan, self._table)
+            entries = [] if plan.max_steps == 0 or self._is_superseded(plan) else run.first_step()
+            if entries:
+                self._begin_step(plan, run, 0, entries)
+            else:
+                self._deliver(self, StepReport(plan.plan_id, 0, plan_done=True, progress=run.refused))
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        """As in the executor: copies, then pulls begin, before grants."""
+        self._pulls.cancel(plan.cancelled_pulls)
+        self.residency.void(copy.target_page for copy in plan.page_copies)
+        self.residency.copied(plan.page_copies)
+        for pull in plan.kv_pulls:
+            self._pulls.begin(pull, self._report_pull)
+
+    def _report_pull(self, report: PullReport) -> None:
+        if not self._is_stopped:
+            self._deliver(self, report)
+
+    def _granted(self, sequence: LiveSequence, first_index: int, pages: list[PageId]) -> None:
+        self.residency.granted(pages, first_index, sequence.unit_hashes, sequence.num_computed)
+
+    def _is_superseded(self, plan: StepPlan) -> bool:
+        """As in the executor: a plan of decodes alone gives its step to a newer plan that steps."""
+        if plan.prefill_chunks or plan.page_copies:
+            return False
+        return any(newer.max_steps > 0 for newer in self._plans)
+
+    def _begin_step(self, plan: StepPlan, run: PlanRun, step: int, entries: list[StepEntry]) -> None:
+        timing = self._timing(entries)
+        self.busy_s += timing.step_us * 1e-6
+        self.steps += 1
+        self._is_running = True
+        self._after(timing.step_us * 1e-6, lambda: self._end_step(plan, run, step, entries, timing))
+
+    def _end_step(self, plan: StepPlan, run: PlanRun, step: int, entries: list[StepEntry], timing: StepTiming) -> None:
+        if self._is_stopped:
+            return
+        self._is_running = False
+        progress = run.refused if step == 0 else []
+        progress = progress + [self._advance(entry) for entry in entries]
+        following = run.next_step()
+        is_done = step + 1 == plan.max_steps or not following or bool(self._plans)
+        self._deliver(self, StepReport(plan.plan_id, step, is_done, progress, timing))
+        if is_done:
+            self._next_plan()
+        else:
+            self._begin_step(plan, run, step + 1, following)
+
+    def _timing(self, entries: list[StepEntry]) -> StepTiming:
+        prefill_tokens = sum(entry.end - entry.start for entry in entries if entry.is_prefill)
+        decode_tokens = sum(1 for entry in entries if not entry.is_prefill)
+        context_tokens = sum(entry.end for entry in entries)
+        step_us = self._cost.step_us(
+            prefill_tokens=prefill_tokens, decode_tokens=decode_tokens, context_tokens=context_tokens
+        )
+        return StepTiming(0, 0, max(1, round(step_us)), 0, prefill_tokens, decode_tokens, context_tokens)
+
+    def _advance(self, entry: StepEntry) -> Progress:
+        sequence = entry.sequence
+        sequence.advance(entry.end)
+        self.residency.written(sequence.block_table, sequence.unit_hashes, entry.start, entry.end)
+        progress = Progress(sequence.seq_id, sequence.incarnation, sequence.num_computed, tokens=[])
+        if entry.samples:
+            token = predicted_token(sequence.sampling.seed, sequence.num_output_tokens, self.info.model.vocab_size)
+            sequence.token_ids.append(token)
+            sequence.finish_reason = sequence.stop_reason(self.info.model)
+            progress.tokens = [token]
+            progress.finish_reason = sequence.finish_reason
+            if sequence.finish_reason is not None:
+                self._table.drop(sequence.seq_id, sequence.incarnation)
+        return progress
