@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from gpu_worker.model_port import ModelRunner, PipelinedRunner, Sampled, StepOut
 from gpu_worker.pulls import SessionPulls
 from gpu_worker.residency import Residency
 from gpu_worker.sequences import LiveSequence, SequenceTable
+from gpu_worker.step_watch import StepWatch
 from gpu_worker.telemetry import StepTelemetry
 from gpu_worker.transfer.port import LowerTiers, Puller
 from wire.ids import Epoch, PageId
@@ -264,7 +264,7 @@ class Executor:
         return True
 
     def _steps(self, channel: PlanChannel, plans: list[StepPlan]) -> Iterator[StepReport]:
-        watch = _StepWatch()
+        watch = StepWatch()
         plan = plans[-1]
         runs = [self._begin(channel, each) for each in plans]
         run = runs[-1]
@@ -296,7 +296,7 @@ class Executor:
             yield StepReport(plan.plan_id, step, plan_done, progress, timing)
             if plan_done:
                 return
-            progress, launched = [], ahead or self._launch(entries, _StepWatch())
+            progress, launched = [], ahead or self._launch(entries, StepWatch())
 
     def _is_superseded(self, plans: list[StepPlan]) -> bool:
         """Plans of decodes alone take no step when a newer plan that steps is queued: the step goes to the newer one,
@@ -326,7 +326,7 @@ class Executor:
     def _granted(self, sequence: LiveSequence, first_index: int, pages: list[PageId]) -> None:
         self.residency.granted(pages, first_index, sequence.unit_hashes, sequence.num_computed)
 
-    def _launch(self, entries: list[StepEntry], watch: _StepWatch) -> _Launched:
+    def _launch(self, entries: list[StepEntry], watch: StepWatch) -> _Launched:
         """Begin a step. A runner that is not pipelined runs it when its result is asked for."""
         batch = build_batch(entries, self.runner.page_size)
         watch.lap()
@@ -340,7 +340,7 @@ class Executor:
         if self._inbox or self._pipelined is None:
             return None
         entries = step_ahead(launched.entries, self.runner.card)
-        return self._launch(entries, _StepWatch()) if entries else None
+        return self._launch(entries, StepWatch()) if entries else None
 
     def _finish(self, launched: _Launched) -> tuple[list[Progress], StepTiming]:
         """Wait for a step and account for it; what it ran of sequences that are over by now is dropped."""
@@ -386,36 +386,8 @@ class _Launched:
 
     entries: list[StepEntry]
     sampling: list[LiveSequence]
-    watch: _StepWatch
+    watch: StepWatch
     result: Callable[[], StepOutput]
-
-
-class _StepWatch:
-    """Times one step by its parts: build (copies included), forward, and sample, which the runner tells apart."""
-
-    def __init__(self) -> None:
-        self._started_unix_ns = time.time_ns()
-        self._laps_ns = [time.perf_counter_ns()]
-
-    def lap(self) -> None:
-        self._laps_ns.append(time.perf_counter_ns())
-
-    def restart(self) -> None:
-        """The step before has only now ended: building this one was hidden behind it, and its own time begins."""
-        self._started_unix_ns = time.time_ns()
-        self._laps_ns = [time.perf_counter_ns()] * 2
-
-    def timing(self, entries: list[StepEntry], output: StepOutput) -> StepTiming:
-        started, built, stepped = self._laps_ns
-        return StepTiming(
-            started_unix_ns=self._started_unix_ns,
-            build_us=(built - started) // 1000,
-            forward_us=max(0, (stepped - built) // 1000 - output.sample_us),
-            sample_us=output.sample_us,
-            prefill_tokens=sum(entry.end - entry.start for entry in entries if entry.is_prefill),
-            decode_tokens=sum(1 for entry in entries if not entry.is_prefill),
-            context_tokens=sum(entry.end for entry in entries),
-        )
 
 
 def _resolve(opened: asyncio.Future[Snapshot], snapshot: Snapshot) -> None:
