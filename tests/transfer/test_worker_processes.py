@@ -11,15 +11,15 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
-from kvstore.prefix_hash import chain, namespace, root_hash
+from kvstore.prefix_hash import chain
 from tests.model.checkpoints import make_checkpoint
 from tests.transfer.peers import LEASE_MS
-from tests.worker.plans import chunk, grant, greedy, plan
+from tests.worker.plans import ROOT, chunk, grant, greedy, plan
 from tests.worker.test_process import until, worker_process
 from tests.worker.test_session import Stream
 from wire import keys
 from wire.entries import WorkerEntry
-from wire.ids import PageId, PullId, UnitHash, WorkerId
+from wire.ids import PageId, PullId, WorkerId
 from wire.plan import KvPull, Progress, PullReport, StepPlan, WorkerInfo
 from wire.worker_codec import decode_pull_report, decode_report
 
@@ -95,7 +95,7 @@ async def test_a_pulled_prefix_gives_the_logits_of_the_sources_own_cache_hit(
         rest = len(PROMPT) - SHARED
         hit = chunk(2, SHARED, rest, tokens=PROMPT, pages=grant([*range(8), 20, 21], 156), sampling=SAMPLING)
         own, _ = await run(a, plan(2, chunks=[hit], max_steps=8))
-        hashes: list[UnitHash] = chain(root_hash(namespace(source.model)), PROMPT)
+        hashes = chain(ROOT, PROMPT)
         pages = [PageId(page) for page in (30, 31, 7, 6, 5, 50, 51, 52)]
         pull = KvPull(PullId(1), WorkerId("a"), source.advertise_address, source.epoch, hashes[:8], pages, LEASE_MS)
         _, [report] = await run(b, plan(1, pulls=[pull], max_steps=0))
