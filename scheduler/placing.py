@@ -183,17 +183,18 @@ class Placing:
 
 def _admission(seq: Sequence, chosen: Placement, placements: list[Placement], now: float) -> Admission:
     pull, room = chosen.pull, chosen.room
+    num_local = room.num_cached if pull is None else room.num_shared
     return Admission(
         choice=seq.choice,
         queued_s=seq.queued_s,
         admitted_s=now,
         worker_id=chosen.worker.worker_id,
-        cached_tokens=room.num_cached if pull is None else room.num_shared,
+        cached_tokens=num_local,
         candidates=tuple(p.candidate for p in placements),
         resumed=seq.requeued,
         pulled_tokens=seq.num_cached - room.num_shared if pull is not None else 0,
         pull_source=pull.source.worker_id if pull is not None else None,
-        predicted_cached_tokens=room.num_cached,
+        predicted_cached_tokens=num_local,
         role=Role.PREFILL if chosen.hands_off else Role.BOTH,
     )
 

@@ -25,7 +25,7 @@ class PrefixChanges:
         return [self.pages_changed(worker, fresh=True), *(self.tier_changed(worker, units) for units in tiers)]
 
     def worker_down(self, worker: WorkerView) -> None:
-        """It cannot be asked for its KV; the index forgets it when its lease ends, or when it comes back."""
+        """It cannot be asked for its KV any more."""
         self.twin.drop_worker(worker.worker_id)
 
     def pages_changed(self, worker: WorkerView, *, fresh: bool = False) -> UpdateIndex:

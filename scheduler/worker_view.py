@@ -222,14 +222,18 @@ class WorkerView:
 
     def joinable_plans(self) -> list[StepPlan]:
         """The plan that is queued last and those that joined it, not begun as far as we know: another may join. Empty
-        where none may: there is none, or a copy waits that may need what these compute."""
+        where none may: there is none, a copy waits that may need what these compute, or a release that would keep one
+        of their chunks, which others count on already, from being computed."""
         if self.pending_copies:
             return []
         queued: list[StepPlan] = []
+        released = {release.seq_id for release in self.pending_releases}
         for flight in reversed(self.in_flight[1:]):  # the oldest runs
             if not flight.plan.max_steps or flight.next_step:
                 return []
             queued.insert(0, flight.plan)
+            if not released.isdisjoint(chunk.seq_id for chunk in flight.plan.prefill_chunks):
+                return []
             if not flight.plan.joins:
                 return queued
         return []

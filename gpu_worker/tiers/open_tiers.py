@@ -123,7 +123,12 @@ def open_arena(num_bytes: int, *, pinned: bool) -> memoryview:
     """Memory that costs nothing until written, or locked memory. Raises ConfigInvalid when there is none."""
     try:
         if not pinned:
-            return memoryview(mmap.mmap(-1, num_bytes))
+            arena = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Private, since shared memory gets no large pages: with small ones the compute thread, which touches a slot
+            # first, would wait longer for them than for the copy.
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                arena.madvise(mmap.MADV_HUGEPAGE)
+            return memoryview(arena)
         import torch
 
         locked: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()

@@ -165,6 +165,9 @@ class PagedWorker:
             self._current, self._step, self._joined = self.plans.popleft(), 0, []
             self._begin(self._current)
             while self.plans and self.plans[0].joins:
+                chunked = {chunk.seq_id for plan in (*self._joined, self._current) for chunk in plan.prefill_chunks}
+                released = {release.seq_id for release in self.plans[0].releases}
+                assert chunked.isdisjoint(released), "a chunk that others count on would be dropped"
                 self._joined.append(self._current)
                 self._current = self.plans.popleft()
                 self._begin(self._current)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, settings
@@ -26,6 +26,11 @@ from scheduler.events import (
     TierChanged,
     WorkerDown,
     WorkerUp,
+)
+from tests.engine.books import (
+    every_page_in_use_is_held_by_somebody,
+    what_is_kept_up_to_date_is_what_a_scan_would_find,
+    whoever_has_something_to_say_says_it,
 )
 from tests.engine.paged_worker import CARD, VOCAB, PagedWorker, expected_output
 from wire.config import BatchingConfig
@@ -337,32 +342,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert worker.running <= (self.config.max_running or self.config.step_token_budget)
 
     @invariant()
-    def every_page_in_use_is_held_by_somebody(self) -> None:
-        """Sequences here, sequences on their way here, page copies not reported, pulls from here; and what retires is
-        being written by a pull that nobody waits for."""
-        if not hasattr(self, "engine"):
-            return
-        pulls = list(self.engine._placing._transfers)
-        for worker in self.engine._workers.values():
-            held = Counter(page for seq in worker.running.values() for page in seq.pages)
-            held.update(page for seq in worker.incoming.values() if seq.handoff for page in seq.handoff.pages)
-            held.update(page for flight in worker.in_flight for page in flight.pinned)
-            held.update(worker.pending_pins)
-            held.update(page for pull in pulls if pull.source is worker for page in pull.pinned)
-            assert held == Counter({page: n for page, n in enumerate(worker.pool._references) if n})
-            written = {page for pull in pulls if pull.target is worker and pull.seq is None for page in pull.pages}
-            assert written == worker.pool._retiring
-            assert worker.num_pulls == sum(1 for pull in pulls if pull.target is worker)
-            assert all(seq.handoff is not None for seq in worker.incoming.values())
-
-    @invariant()
-    def whoever_has_something_to_say_says_it(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        for worker in self.engine._workers.values():
-            assert not worker.has_unsent
-            stalled_for_nothing = worker.num_stalled() and worker.pool.num_available and not worker.in_flight
-            assert not stalled_for_nothing, "a decode waits for a page that is there"
+    def the_engines_books_are_right(self) -> None:
+        if hasattr(self, "engine"):
+            every_page_in_use_is_held_by_somebody(self.engine)
+            whoever_has_something_to_say_says_it(self.engine)
+            what_is_kept_up_to_date_is_what_a_scan_would_find(self.engine)
 
     @invariant()
     def the_twin_and_the_index_hold_what_was_computed(self) -> None:
@@ -374,24 +358,6 @@ class EngineMachine(RuleBasedStateMachine):
                 twin[Tier.DEVICE] == set(view.pool.computed_units()) == self.indexed[worker_id, view.epoch, Tier.DEVICE]
             )
             assert twin[Tier.HOST] == self.indexed[worker_id, view.epoch, Tier.HOST]
-
-    @invariant()
-    def what_is_kept_up_to_date_is_what_a_scan_would_find(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        for worker in self.engine._workers.values():
-            running = worker.running.values()
-            assert worker.pulling.keys() == {s.seq_id for s in running if s.pull is not None}
-            assert worker.prefilling.keys() == {s.seq_id for s in running if s.is_prefilling and s.pull is None}
-            assert worker.parked.keys() == {s.seq_id for s in running if not s.is_prefilling and s.hands_off}
-            assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling and not s.hands_off}
-            assert worker.queued_prefill_tokens == sum(s.prefill_end - s.num_dispatched for s in running)
-            assert all(s.granted_slots == len(s.pages) * worker.page_size for s in running)
-            growing = [s for s in worker.decoding.values() if s.granted_slots < s.max_slots]
-            left = {s.seq_id: s.granted_slots - s.next_position for s in growing}
-            assert worker.renewable.keys() == {s for s in left if left[s] < worker.slots_ahead}
-            assert worker.urgent.keys() == {s for s in left if left[s] <= worker.half_lease}
-        assert self.engine._queue.waiting_tokens == sum(len(s.tokens) for s in self.engine._queue)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -82,6 +82,8 @@ def test_choices_follow_the_first_one(num_tokens: int) -> None:
     driver.assert_done("n")
     assert [driver.outputs[f"n/{choice}"] for choice in range(3)] == [wanted(num_tokens)] * 3
     assert driver.finished["n"].terminal.stats.output_tokens == 3 * num_tokens
+    prefilled = sum(chunk.num_tokens for plan in driver.plans for chunk in plan.prefill_chunks)
+    assert prefilled < len(LONG) + 3 * UNIT_TOKENS
 
 
 @pytest.mark.parametrize("page_sizes", [(16, 64), (64, 16)])
@@ -165,6 +167,7 @@ def test_a_silent_handoff_overruns_its_lease_and_starts_over() -> None:
     prefill, decode = ends(driver)
     driver.pass_time(1.0)
     driver.step_until(lambda: "r" in driver.finished)
+    assert driver.finished["r"].terminal.stats.transfer_s >= 1.0
     assert driver.pages(prefill).in_use == 0 and driver.pages(decode).retiring > 0
     driver.run()
     driver.assert_done("r")
@@ -242,6 +245,16 @@ def test_a_decode_worker_that_dies_while_it_is_waited_for_is_not_waited_for() ->
     assert driver.outputs["long/0"] == wanted(20)
 
 
+def test_one_that_is_waiting_for_room_goes_on_at_once_when_its_own_worker_decodes() -> None:
+    driver = parked_without_room()
+    driver.feed(RoleChanged(ends(driver)[0].info.worker_id, Role.BOTH))
+    for _ in range(25):
+        driver.step()
+    assert list(driver.finished) == ["long"]
+    driver.run()
+    driver.assert_done("long", "fills", "fills too")
+
+
 @pytest.mark.parametrize("stage", ["prefilling", "pulling", "prefilled"])
 def test_a_worker_that_decodes_by_now_keeps_what_it_prefilled(stage: str) -> None:
     driver = at(stage)
@@ -285,16 +298,18 @@ def test_what_runs_on_a_worker_with_a_new_role_runs_on_and_what_comes_follows_it
 
 
 def test_a_pair_that_failed_does_not_keep_others_waiting() -> None:
-    driver = split(page_size=(64, 16), pages=20)  # room for one of them where they are decoded
+    # Room for one of them where they are decoded.
+    driver = split(page_size=(64, 16), pages=20, step_token_budget=128)
     _, decode = ends(driver)
     driver.arrive("r", LONG, 20)
     driver.arrive("second", prompt(200, 5), 20)
     driver.step_until(lambda: driver.outputs["second/0"] and decode.pulls)
-    assert driver.engine.stats().workers[1].num_pulling == 1
+    assert not driver.finished and len(driver.outputs["second/0"]) == 1
     decode.finish_pull(next(iter(decode.pulls)), 0)
     driver.deliver(decode)
     driver.run()
     driver.assert_done("r", "second")
+    assert path(driver, "second") == [("w0", Role.PREFILL)], "decoded there as well"
     assert driver.outputs["second/0"] == wanted(20, prompt(200, 5))
 
 
