@@ -46,9 +46,14 @@ class SimulatedKv:
         # Sums run through the whole batch: less what came before the sequence's first token, plus its own past.
         first_rows = ends - lengths
         before_query = sums[first_rows] - increments[first_rows]
-        digests = sums + np.repeat(self._digests_before(batch) - before_query, lengths)
-        self._low[:, slots] = digests & 0xFF
-        self._high[:, slots] = digests >> 8 & 0xFF
+        before: NDArray[np.int64] | None = None
+        # A model writes the KV of all tokens, layer by layer, before any attends: one chunk may stand on another one of
+        # the same batch. Here that takes a pass for each link of the chain, and one to see that nothing changes.
+        while before is None or (self._digests_before(batch) != before).any():
+            before = self._digests_before(batch)
+            digests = sums + np.repeat(before - before_query, lengths)
+            self._low[:, slots] = digests & 0xFF
+            self._high[:, slots] = digests >> 8 & 0xFF
 
     def first_wrong(self, sequence: LiveSequence) -> int | None:
         """The first position whose slots are not those of the sequence's own tokens, in all layers; None: all are."""
