@@ -94,7 +94,7 @@ class VirtualWorker:
             plan, run = plans[-1], runs[-1]
             entries: list[StepEntry] = []
             if plan.max_steps and not self._is_superseded(plans):
-                entries = [entry for earlier in runs[:-1] for entry in earlier.chunks()] + run.first_step()
+                entries = run.first_step(runs[:-1])
             if entries:
                 self._begin_step(plans, run, 0, entries)
             else:

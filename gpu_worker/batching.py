@@ -54,8 +54,12 @@ class PlanRun:
         self._decodes = list({s.seq_id: s for s in decodes if s.seq_id not in chunked}.values())
         self._joining = [entry.sequence for entry in self._chunks if entry.samples]
 
-    def first_step(self) -> list[StepEntry]:
-        return self._decode_entries(self._decodes) + self.chunks()
+    def first_step(self, joined: Sequence[PlanRun] = ()) -> list[StepEntry]:
+        """With the chunks of the plans that this one joined; who has one there does not decode yet."""
+        earlier = [entry for run in joined for entry in run.chunks()]
+        chunked = {entry.sequence.seq_id for entry in earlier}
+        decodes = [sequence for sequence in self._decodes if sequence.seq_id not in chunked]
+        return earlier + self._decode_entries(decodes) + self.chunks()
 
     def chunks(self) -> list[StepEntry]:
         """Of the first step, those whose sequences were not released since."""

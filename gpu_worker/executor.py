@@ -271,7 +271,7 @@ class Executor:
         entries: list[StepEntry] = []
         if plan.max_steps and not self._is_superseded(plans):
             # The decodes of the last plan are those of all: a release since has taken its sequence out.
-            entries = [entry for earlier in runs[:-1] for entry in earlier.chunks()] + run.first_step()
+            entries = run.first_step(runs[:-1])
         progress = [refused for each in runs for refused in each.refused]
         if not entries:
             self._telemetry.set_sequences(len(self._table))

@@ -232,6 +232,23 @@ async def test_a_plan_that_joins_shares_the_step_of_the_one_before_it_unless_tha
         assert tokens_of(reports, 1)[:4] == tokens_of(reports, 2)[:4] == reference_output(PROMPT, 4)
 
 
+async def test_a_chunk_of_one_token_is_not_decoded_as_well_by_a_plan_that_joins() -> None:
+    runner, gate = FakeRunner(), Gate()
+    runner.before_forward = gate
+    async with running(runner) as (_, client):
+        await client.submit(plan(1, chunks=[chunk(9, 0, 32, tokens=PROMPT[:32], pages=grant([2, 3], 32))]))
+        await gate.entered()
+        last = chunk(1, 32, 1, tokens=PROMPT[:33], pages=grant([2, 3, 4], 48))
+        other = chunk(2, 0, 3, tokens=[1, 2, 3], pages=grant([5], 16))
+        await client.submit(
+            plan(2, chunks=[last]), plan(3, chunks=[other], decodes=[decode(1)], max_steps=4, joins=True)
+        )
+        gate.leave(10)
+        reports = [await client.report() for _ in range(6)]
+        assert [(r.plan_id, r.step) for r in reports] == [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2), (3, 3)]
+        assert tokens_of(reports, 1) == reference_output(PROMPT[:33], 4)
+
+
 async def test_a_page_is_forgotten_before_its_next_owner_writes_it() -> None:
     async with running(FakeRunner()) as (executor, client):
         await client.run(plan(1, chunks=[chunk(1, 0, 40, tokens=PROMPT, pages=grant([1, 2, 3], 48))]))
