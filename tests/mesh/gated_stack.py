@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 from tokenizers import Tokenizer
@@ -48,6 +48,15 @@ class GatedStack(MeshStack):
         self.model_dir = model_dir
         settings = SETTINGS | {name: str(value) for name, value in env.items()}
         super().__init__(model_dir, directory, workers=len(roles), env=settings)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self._wait_at_rest()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
 
     def _service(self, name: str, module: str, environment: dict[str, str], port_variable: str) -> Service:
         if module == "scheduler":
@@ -100,9 +109,13 @@ class GatedStack(MeshStack):
         """lets_pass: so many come through before it holds one up."""
         return Gate(self._gates / worker.name, point, lets_pass)
 
-    def pulls(self, outcome: str = "") -> int:
-        """That are over, with any or this outcome: complete, partial or failed."""
-        return int(sum(n for labels, n in self.scheduler.samples(PULLS).items() if outcome in labels))
+    def pulls(self, transport: str) -> int:
+        """That brought all they should, since the scheduler started."""
+        return int(
+            sum(
+                n for labels, n in self.scheduler.samples(PULLS).items() if transport in labels and "complete" in labels
+            )
+        )
 
     async def worker_that_runs(self) -> Service:
         """Wait until some worker runs a sequence."""
@@ -118,10 +131,12 @@ class GatedStack(MeshStack):
 
     async def at_rest(self) -> None:
         """Every service is ready, every worker is known, and none holds a page for anybody."""
+        await asyncio.to_thread(self._wait_at_rest)
+
+    def _wait_at_rest(self) -> None:
         for service in self.services:
-            await asyncio.to_thread(service.wait_healthy)
-        names = [worker.name for worker in self.workers]
-        await asyncio.to_thread(wait_pools_at_rest, self.scheduler, names, 30.0)
+            service.wait_healthy()
+        wait_pools_at_rest(self.scheduler, [worker.name for worker in self.workers], 30.0)
 
 
 class Stream:
