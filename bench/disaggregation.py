@@ -35,6 +35,15 @@ ITL_BAR = 1.3
 COST = replace(ROUTING_COST, prefill_token_us=200)
 """5,000 prefill tokens/s: a long prompt is 0.8 s of a worker."""
 ROUTING = "precise"
+DEFAULTS = (  # option, simulated, real: a model of 135M parameters on one core prefills some 450 tokens/s
+    ("workers", 4, 2),
+    ("chats_per_s", 12.0, 0.4),
+    ("long_every_s", 3.0, 20.0),
+    ("seconds", 30.0, 60.0),
+    ("itl_target_ms", 60.0, 120.0),
+    ("slo_ttft_ms", 500.0, 5000.0),
+    ("slo_itl_ms", 45.0, 150.0),
+)
 
 
 class Arm(StrEnum):
@@ -94,6 +103,7 @@ def measure_once(cell: Cell, arm: Arm, requests: Sequence[PromptRequest], seed: 
         return Measured(run.outcomes, run.duration_s, 0.0, ())
     variables = {
         "ROUTING": ROUTING,
+        "ROLES": ",".join(roles),
         "ROUTING_SEED": str(seed),
         "KV_PAGES": str(cell.pages),
         "KV_PAGE_SIZE": str(PAGE_SIZE),
@@ -159,19 +169,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="default: 4; with --real 2")
     parser.add_argument("--prefill-workers", type=int, default=1, help="of them, disaggregated; default: %(default)s")
     parser.add_argument("--pages", type=int, default=1024, help="of 64 tokens, of each; default: %(default)s")
-    parser.add_argument("--chats-per-s", type=float, default=12.0, help="default: %(default)s")
-    parser.add_argument("--long-every-s", type=float, default=3.0, help="default: %(default)s")
+    parser.add_argument("--chats-per-s", type=float, help="default: 12; with --real 0.4")
+    parser.add_argument("--long-every-s", type=float, help="default: 3; with --real 20")
     parser.add_argument("--long-prompt-tokens", type=int, default=4000, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals, of a round; default: %(default)s")
+    parser.add_argument("--seconds", type=float, help="of arrivals, of a round; default: 30; with --real 60")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--itl-target-ms", type=float, default=60.0, help="default: %(default)s")
-    parser.add_argument("--slo-ttft-ms", type=float, default=500.0, help="default: %(default)s")
-    parser.add_argument(
-        "--slo-itl-ms", type=float, default=45.0, help="of 99 %% of a chat's gaps; default: %(default)s"
-    )
+    parser.add_argument("--itl-target-ms", type=float, help="default: 60; with --real 120")
+    parser.add_argument("--slo-ttft-ms", type=float, help="default: 500; with --real 5000")
+    parser.add_argument("--slo-itl-ms", type=float, help="of 99 %% of a chat's gaps; default: 45; with --real 150")
     asked = parser.parse_args()
     named = "virtual" if asked.virtual else "real" if asked.real else "simulated"
-    workers = asked.workers or (2 if asked.real else 4)
+    for name, simulated, real in DEFAULTS:
+        if getattr(asked, name) is None:
+            setattr(asked, name, real if asked.real else simulated)
+    workers = asked.workers
     if not 0 < asked.prefill_workers < workers:
         parser.error(f"--prefill-workers {asked.prefill_workers}: at least 1, and fewer than the {workers} workers")
     cell = Cell(named, workers, asked.prefill_workers, asked.pages, asked.itl_target_ms)

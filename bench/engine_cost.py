@@ -1,8 +1,8 @@
 """What the scheduler's policy costs: `python -m bench.engine_cost`, in µs of CPU time per scheduled token.
 
-Drives scheduler.engine alone, with one worker that echoes: every plan's steps are reported at once, and only handle()
-is on the clock. Each figure is the smallest of several rounds. A token is scheduled when a step computes it: an output
-token, or a prompt token that was not cached.
+Drives scheduler.engine alone, with workers that echo (one, where not said otherwise): every plan's steps are reported
+at once, and only handle() is on the clock. Each figure is the smallest of several rounds. A token is scheduled when a
+step computes it: an output token, or a prompt token that was not cached.
 
 | case | what runs |
 |---|---|
@@ -11,6 +11,7 @@ token, or a prompt token that was not cached.
 | prefill | N sequences at a time of 512 new tokens in, 1 out |
 | hit | the same, 480 of the 512 cached; per prompt token, cached ones included |
 | backlog | N sequences decode while BACKLOG more, of 256 tenants, wait for a place |
+| route | N sequences at a time of 2,000 tokens, 1,920 of them one of 64 prefixes, 1 out, on 16 workers; as hit |
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from itertools import count
 from kvstore.prefix_hash import namespace, root_hash
 from scheduler.commands import DispatchPlan, FinishRequest
 from scheduler.engine import Engine
-from scheduler.events import Event, Request, RequestArrived, StepReported, WorkerUp
+from scheduler.events import Event, PullReported, Request, RequestArrived, StepReported, WorkerUp
 from wire.collector import calm_collector
 from wire.config import BatchingConfig
 from wire.ids import UNIT_TOKENS, Epoch, Fence, GatewayId, RequestId, SeqId, WorkerId
-from wire.plan import ModelCard, Progress, Role, StepPlan, StepReport, StepTiming, WorkerInfo
+from wire.plan import ModelCard, Progress, PullReport, Role, StepPlan, StepReport, StepTiming, WorkerInfo
 from wire.sampling import FinishReason, SamplingParams
 
 SIZES = (1, 8, 64, 512, 4096)
@@ -37,6 +38,8 @@ PAGE_SIZE = 16
 MIN_CHUNK = 16
 BACKLOG = 4096
 TENANTS = 256
+ROUTED_TOKENS, ROUTED_SHARED, ROUTED_PREFIXES = 2000, 1920, 64
+UNIT_BYTES = 1 << 16
 ENDLESS = 1 << 20
 """max_tokens of a sequence that does not end."""
 CARD = ModelCard("m", "r", "LlamaForCausalLM", 1 << 16, 1 << 22, (2,), "float32")
@@ -53,13 +56,14 @@ class _Running:
 
 
 class EchoWorker:
-    """Reports every step of every plan, as a worker that computes nothing would."""
+    """Reports every step of every plan, and every pull, as a worker that computes nothing would."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, worker_id: str, num_pages: int) -> None:
         self.info = WorkerInfo(
-            WorkerId("w"), Epoch(1), Role.BOTH, "127.0.0.1:1", CARD, num_pages, PAGE_SIZE, UNIT_TOKENS
+            WorkerId(worker_id), Epoch(1), Role.BOTH, "127.0.0.1:1", CARD, num_pages, PAGE_SIZE, UNIT_TOKENS, UNIT_BYTES
         )
         self.plans: deque[StepPlan] = deque()
+        self.pulled: deque[PullReport] = deque()
         self._running: dict[SeqId, _Running] = {}
         self._members: list[SeqId] = []
         self._step = 0
@@ -85,6 +89,7 @@ class EchoWorker:
         return StepReport(plan.plan_id, step, done, progress, timing)
 
     def _first_step(self, plan: StepPlan) -> list[Progress]:
+        self.pulled += [PullReport(pull.pull_id, True, len(pull.unit_hashes)) for pull in plan.kv_pulls]
         for release in plan.releases:
             self._running.pop(release.seq_id, None)
         for decode in plan.decodes:
@@ -129,20 +134,23 @@ class EchoWorker:
 
 
 class Loop:
-    """An engine and its worker; `cpu_ns` grows by what handle() takes."""
+    """An engine and its workers; `cpu_ns` grows by what handle() takes."""
 
-    def __init__(self, size: int, *, itl_target_ms: float, is_full: bool = False) -> None:
+    def __init__(self, size: int, *, itl_target_ms: float, is_full: bool = False, num_workers: int = 1) -> None:
         """is_full: no more than `size` sequences may run."""
         budget = (size + min(size, MIN_CHUNK)) if is_full else max(2048, 2 * size)
         config = BatchingConfig(step_token_budget=budget, min_chunk_tokens=MIN_CHUNK, itl_target_ms=itl_target_ms)
         self.engine = Engine(config, no_worker_grace_s=4.0, routing_seed=0, fence=Fence(1))
-        self.worker = EchoWorker(num_pages=max(1 << 17, 128 * size))
+        num_pages = max(1 << 17, 128 * size) // num_workers
+        self.workers = {w.info.worker_id: w for w in (EchoWorker(f"w{i}", num_pages) for i in range(num_workers))}
+        self.worker = next(iter(self.workers.values()))
         self.cpu_ns = 0
         self.scheduled = 0
         self.finished = 0
         self._numbers = count()
         self._now = 0.0
-        self._handle(WorkerUp(self.worker.info, []))
+        for worker in self.workers.values():
+            self._handle(WorkerUp(worker.info, []))
 
     def arrive(self, prompt: list[int], max_tokens: int, tenant: str = "default") -> None:
         request_id = RequestId(f"r{next(self._numbers)}")
@@ -150,14 +158,19 @@ class Loop:
         self._handle(RequestArrived(Request(request_id, GatewayId("g"), prompt, sampling, ROOT, tenant=tenant)))
 
     def step(self) -> bool:
-        """Report one step; False when there is no plan."""
-        report = self.worker.next_report()
-        if report is None:
-            return False
-        assert report.timing is not None
-        self.scheduled += report.timing.prefill_tokens + report.timing.decode_tokens
-        self._handle(StepReported(self.worker.info.worker_id, self.worker.info.epoch, report))
-        return True
+        """Report one step of every worker, and what was pulled; False when none has a plan."""
+        has_stepped = False
+        for worker in self.workers.values():
+            worker_id, epoch = worker.info.worker_id, worker.info.epoch
+            report = worker.next_report()
+            while worker.pulled:
+                self._handle(PullReported(worker_id, epoch, worker.pulled.popleft()))
+            if report is not None:
+                has_stepped = True
+                if report.timing is not None:
+                    self.scheduled += report.timing.prefill_tokens + report.timing.decode_tokens
+                self._handle(StepReported(worker_id, epoch, report))
+        return has_stepped
 
     def _handle(self, event: Event) -> None:
         self._now += 1e-3
@@ -166,8 +179,8 @@ class Loop:
         self.cpu_ns += time.thread_time_ns() - began_ns
         for command in commands:
             match command:
-                case DispatchPlan(_, _, plan):
-                    self.worker.plans.append(plan)
+                case DispatchPlan(worker_id, _, plan):
+                    self.workers[worker_id].plans.append(plan)
                 case FinishRequest():
                     self.finished += 1
                 case _:
@@ -249,7 +262,28 @@ def hit(size: int, tokens: int, itl_target_ms: float) -> Round:
     return prefill(size, tokens, itl_target_ms, shared=480)
 
 
-CASES = {"decode": decode, "turnover": turnover, "prefill": prefill, "hit": hit, "backlog": backlog}
+def route(size: int, tokens: int, itl_target_ms: float) -> Round:
+    loop = Loop(size, itl_target_ms=itl_target_ms, num_workers=16)
+    numbers, prefixes = count(), [[5 + which] * ROUTED_SHARED for which in range(ROUTED_PREFIXES)]
+    own = ROUTED_TOKENS - ROUTED_SHARED
+
+    def run() -> float:
+        before_ns, before, asked = loop.cpu_ns, loop.finished, 0
+        while loop.finished - before < max(size, tokens // ROUTED_TOKENS):
+            while asked - (loop.finished - before) < size:
+                number = next(numbers)
+                suffix = [100 + (number * 31 + i * i) % 60_000 for i in range(own - 1)] + [number % 60_000]
+                loop.arrive(prefixes[number * 7 % ROUTED_PREFIXES] + suffix, 1)
+                asked += 1
+            assert loop.step()
+        while loop.step():
+            pass
+        return (loop.cpu_ns - before_ns) / 1000 / (ROUTED_TOKENS * asked)
+
+    return run
+
+
+CASES = {"decode": decode, "turnover": turnover, "prefill": prefill, "hit": hit, "backlog": backlog, "route": route}
 
 
 def measure(case: str, size: int, rounds: int, tokens: int, itl_target_ms: float) -> float:

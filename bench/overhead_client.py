@@ -180,12 +180,17 @@ def _cpu_s(run: Run) -> dict[str, float]:
     return {name: cpu_s(pid) for name, pid in run.pids.items()} | {"client": cpu_s(os.getpid())}
 
 
+def token_ids_by_event(data: bytes | bytearray) -> list[list[int]]:
+    """Output tokens of a streamed answer, event by event; the prompt's have another name."""
+    return [[int(token) for token in ids.split(b",") if token] for ids in _TOKEN_IDS.findall(data)]
+
+
 def _check(result: Result, run: Run, answer: Answer, source: TokenSource) -> None:
     """Every token, in order, against the prediction."""
     result.requests += 1
     count = run.output_tokens
     expected = source.tokens([answer.seed] * count, [0] * count, range(count))
-    events = [[int(token) for token in ids.split(b",") if token] for ids in _TOKEN_IDS.findall(answer.data)]
+    events = token_ids_by_event(answer.data)
     got = list(itertools.chain.from_iterable(events))
     result.events_of_many += sum(len(event) > 1 for event in events)
     if got != expected or LAST_EVENT not in answer.data:

@@ -35,6 +35,13 @@ from wire.config import BatchingConfig
 
 TTFT_BAR = 3.0
 UNSHARED_BAR = 1.05
+DEFAULTS = (  # option, simulated, real: a model of 135M parameters on one core prefills some 450 tokens/s
+    ("workers", 8, 2),
+    ("prefixes", 48, 4),
+    ("rate", 32.0, 0.8),
+    ("output_tokens", 64, 16),
+    ("itl_target_ms", 60.0, 120.0),
+)
 
 
 class Arm(StrEnum):
@@ -191,24 +198,29 @@ def main() -> None:
     kind.add_argument("--real", action="store_true", help="the model, not simulated workers")
     parser.add_argument("--arms", nargs="+", choices=list(Arm), default=list(Arm), help="default: all")
     parser.add_argument("--workers", type=int, help="default: 8; with --real 2")
-    parser.add_argument("--prefixes", type=int, default=48, help="distinct ones; default: %(default)s")
+    parser.add_argument("--prefixes", type=int, help="distinct ones; default: 48; with --real 4")
     parser.add_argument("--prefix-tokens", type=int, default=2000, help="default: %(default)s")
     parser.add_argument("--per-prefix", type=int, default=20, help="requests of each at least; default: %(default)s")
     parser.add_argument("--requests", type=int, help="in a round; default: --prefixes × --per-prefix")
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of the prefixes' popularity; default: even")
     parser.add_argument("--demand", type=float, default=0.75, help="KV of all prefixes ÷ KV of all workers")
-    parser.add_argument("--rate", type=float, default=32.0, help="requests/s; default: %(default)s")
+    parser.add_argument("--rate", type=float, help="requests/s; default: 32; with --real 0.8")
+    parser.add_argument("--output-tokens", type=int, help="at most, of a request; default: 64; with --real 16")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--itl-target-ms", type=float, default=60.0, help="default: %(default)s")
+    parser.add_argument("--itl-target-ms", type=float, help="default: 60; with --real 120")
     parser.add_argument("--shared-only", action="store_true", help="without the workload that shares nothing")
     asked = parser.parse_args()
-    workers = asked.workers or (2 if asked.real else 8)
+    for name, simulated, real in DEFAULTS:
+        if getattr(asked, name) is None:
+            setattr(asked, name, real if asked.real else simulated)
+    workers = asked.workers
     requests = asked.requests or asked.prefixes * asked.per_prefix
     try:
         shape = PrefixShape(
             asked.prefixes,
             requests,
             prefix_tokens=asked.prefix_tokens,
+            output_tokens=(-(-asked.output_tokens // 2), asked.output_tokens),
             min_per_prefix=asked.per_prefix,
             zipf_exponent=asked.zipf,
         )

@@ -16,7 +16,6 @@ from itertools import count
 
 from bench.measure import Outcome, Result
 from bench.prompts import PromptRequest, TokenIds
-from bench.virtual_pulls import VirtualPuller
 from bench.virtual_worker import VirtualWorker, WorkerReport
 from gpu_worker.step_cost import PullCost, StepCost
 from kvstore.prefix_hash import namespace, root_hash
@@ -107,8 +106,9 @@ class Simulation:
             unit_bytes=0 if shape.pull is None else UNIT_BYTES,
             host_id="simulated",
         )
-        puller = None if shape.pull is None else VirtualPuller(shape.pull, self._found, self.after)
-        worker = VirtualWorker(info, shape.cost, after=self.after, deliver=self._deliver, puller=puller)
+        worker = VirtualWorker(
+            info, shape.cost, after=self.after, deliver=self._deliver, pull=shape.pull, source_of=self._found
+        )
         self.workers[worker_id] = worker
         self._run.busy_s.setdefault(worker_id, 0.0)
         self._feed(WorkerUp(info, []))

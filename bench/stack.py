@@ -25,6 +25,7 @@ READY = b"Ctrl-C stops it."
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.02
+METRICS_TIMEOUT_S = 10.0
 INHERITED = frozenset({"PHASEMESH_MODEL", "PHASEMESH_MODEL_NAME", "PHASEMESH_CACHE_DIR"})
 """Of our own variables, the ones a stack takes from its caller: which model, and where it lies."""
 _SERVICE_READY = re.compile(r"(\S+) is ready after ([0-9.]+) s")
@@ -44,19 +45,33 @@ class Stack:
         """By service, `worker-1` and so on; those of now, as a service that dies is started again."""
         return {service["name"]: int(service["pid"]) for service in self._services()}
 
+    def health_url(self, service: str) -> str:
+        """Redis: its own URL."""
+        return str(next(s["health_url"] for s in self._services() if s["name"] == service))
+
     def metric(self, service: str, name: str, label: str = "") -> float:
-        """Sum of the samples of a service's metric that carry the label. Raises BenchFailed when there is none."""
-        health_url = next(s["health_url"] for s in self._services() if s["name"] == service)
-        with urllib.request.urlopen(health_url.replace("/health", "/metrics"), timeout=10.0) as answer:
-            lines = answer.read().decode().splitlines()
-        rows = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line]
-        if not rows:
-            raise BenchFailed(f"{service} exports no {name} {label}")
-        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+        """Sum of the samples of a service's metric that carry the label; 0 where nothing was counted yet. Raises
+        BenchFailed when it exports no such metric."""
+        return metric(self.health_url(service), name, label)
 
     def _services(self) -> list[dict[str, Any]]:
         services: list[dict[str, Any]] = json.loads((self.state_dir / "stack.json").read_text())["services"]
         return services
+
+
+def metric(health_url: str, name: str, label: str = "") -> float:
+    """Of the service whose /health is there: the sum of the samples that carry the label."""
+    return sum(value for labels, value in samples(health_url, name).items() if label in labels)
+
+
+def samples(health_url: str, name: str) -> dict[str, float]:
+    """A metric's samples by their labels, as exported: `{worker="w"}`. Raises BenchFailed when there is no such one."""
+    with urllib.request.urlopen(health_url.replace("/health", "/metrics"), timeout=METRICS_TIMEOUT_S) as answer:
+        exported = answer.read().decode()
+    if f"# TYPE {name} " not in exported:
+        raise BenchFailed(f"{health_url} exports no {name}")
+    rows = [line for line in exported.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return {row[len(name) :].rpartition(" ")[0]: float(row.rpartition(" ")[2]) for row in rows}
 
 
 @contextmanager

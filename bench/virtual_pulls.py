@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 from gpu_worker.residency import Found, Residency
 from gpu_worker.step_cost import PullCost
-from gpu_worker.transfer.port import RunningPull, UnitPlace
+from gpu_worker.transfer.port import KvPages, RunningPull, UnitPlace
 from wire.plan import KvPull, PullReport
 
 After: TypeAlias = Callable[[float, Callable[[], None]], None]
@@ -25,21 +25,27 @@ class Source(Protocol):
     residency: Residency
 
     @property
+    def pages(self) -> KvPages: ...
+
+    @property
     def is_stopped(self) -> bool: ...
 
 
 class VirtualPuller:
     """Implements gpu_worker.transfer.port.Puller for one target: one pull moves at a time, in the order begun."""
 
-    def __init__(self, cost: PullCost, source_of: Callable[[KvPull], Source | None], after: After) -> None:
-        """source_of: the worker a pull names, None when that life of it is over."""
+    def __init__(
+        self, cost: PullCost, pages: KvPages, source_of: Callable[[KvPull], Source | None], after: After
+    ) -> None:
+        """pages: the target's. source_of: the worker a pull names, None when that life of it is over."""
         self._cost = cost
+        self._pages = pages
         self._source_of = source_of
         self._after = after
         self._waiting: list[_VirtualPull] = []
 
     def begin(self, pull: KvPull, places: Sequence[UnitPlace], report: Callable[[PullReport], None]) -> RunningPull:
-        running = _VirtualPull(pull, report, self._cost, self._after, self._over)
+        running = _VirtualPull(pull, places, self._pages, report, self._cost, self._after, self._over)
         self._waiting.append(running)
         if len(self._waiting) == 1:
             self._after(0.0, self._start)
@@ -65,6 +71,8 @@ class _VirtualPull:
     def __init__(
         self,
         pull: KvPull,
+        places: Sequence[UnitPlace],
+        pages: KvPages,
         report: Callable[[PullReport], None],
         cost: PullCost,
         after: After,
@@ -72,6 +80,8 @@ class _VirtualPull:
     ) -> None:
         self.pull = pull
         self.is_over = False
+        self._places = places
+        self._pages = pages
         self._report = report
         self._cost = cost
         self._after = after
@@ -101,11 +111,16 @@ class _VirtualPull:
         self._after(took_us * 1e-6, lambda: self._arrived(source, found, took_us))
 
     def _arrived(self, source: Source, found: Found, took_us: float) -> None:
+        if self.is_over:  # cancelled: nothing is written any more
+            return
         if source.is_stopped:
             self._end(0, f"{self.pull.source_worker_id} died", took_us)
         elif not source.residency.still(found):
             self._end(0, "a page got a new owner meanwhile", took_us)
         else:
+            for layer in range(self._pages.format.num_layers):
+                units = source.pages.read(layer, found.places)
+                self._pages.write(layer, self._places[: len(found.places)], units)
             missing = len(self.pull.unit_hashes) - len(found.places)
             self._end(len(found.places), f"{missing} units are not there" if missing else None, took_us)
 

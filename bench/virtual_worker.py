@@ -1,7 +1,8 @@
 """A worker in virtual time: plans, leases, grants and sequences are the worker's own code, a step is a delay.
 
 What gpu_worker/executor.py does with a thread and a clock, this does with two calls: `after(delay_s, call)` is its
-clock, `deliver(worker, report)` its stream. It draws no model's tokens: a token follows from seed and position.
+clock, `deliver(worker, report)` its stream. It draws no model's tokens: a token follows from seed and position. Its
+pages hold what gpu_worker/simulated_kv.py writes: a sequence that finds KV of another in its own raises AssertionError.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from bench.virtual_pulls import After, VirtualPuller
-from gpu_worker.batching import PlanRun, StepEntry
+from bench.virtual_pulls import After, Source, VirtualPuller
+from gpu_worker.batching import PlanRun, StepEntry, build_batch
 from gpu_worker.pulls import SessionPulls
 from gpu_worker.residency import Residency
 from gpu_worker.sequences import LiveSequence, SequenceTable
-from gpu_worker.step_cost import StepCost
+from gpu_worker.simulated_kv import SimulatedKv
+from gpu_worker.step_cost import PullCost, StepCost
 from wire.ids import PageId
-from wire.plan import Progress, PullReport, StepPlan, StepReport, StepTiming, WorkerInfo
+from wire.plan import KvPull, Progress, PullReport, StepPlan, StepReport, StepTiming, WorkerInfo
 
 WorkerReport: TypeAlias = StepReport | PullReport
 
@@ -40,13 +42,22 @@ class VirtualWorker:
         *,
         after: After,
         deliver: Callable[[VirtualWorker, WorkerReport], None],
-        puller: VirtualPuller | None = None,
+        pull: PullCost | None = None,
+        source_of: Callable[[KvPull], Source | None] = lambda pull: None,
     ) -> None:
-        """puller None: it takes no KV from others."""
+        """pull: what one costs; None: it takes no KV. source_of: the worker a pull names, while it lives."""
         self.info = info
         self.busy_s = 0.0
         self.steps = 0
-        self.residency = Residency(info.page_size, info.num_pages)
+        self._kv = SimulatedKv(
+            info.model.kv_dtype,
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+            max_positions=info.model.max_model_len,
+        )
+        self.pages = self._kv.pages
+        self.residency = Residency(info.page_size, info.num_pages, generations=self.pages.generations)
+        puller = None if pull is None else VirtualPuller(pull, self.pages, source_of, after)
         self._cost = cost
         self._after = after
         self._deliver = deliver
@@ -74,24 +85,32 @@ class VirtualWorker:
             self._next_plan()
 
     def _next_plan(self) -> None:
-        """Begin the oldest plan that has a step; those without are reported at once."""
+        """Begin the oldest plan that has a step, with those that join it; what has none is reported at once."""
         while self._plans and not self._is_running:
-            plan = self._plans.popleft()
-            self._move_pages(plan)
-            run = PlanRun(plan, self._table)
-            entries = [] if plan.max_steps == 0 or self._is_superseded(plan) else run.first_step()
+            plans = [self._plans.popleft()]
+            while self._plans and self._plans[0].joins:
+                plans.append(self._plans.popleft())
+            runs = [self._begin(plan) for plan in plans]
+            entries: list[StepEntry] = []
+            if plans[-1].max_steps and not self._is_superseded(plans):
+                entries = [entry for earlier in runs[:-1] for entry in earlier.chunks()] + runs[-1].first_step()
+            refused = [progress for run in runs for progress in run.refused]
             if entries:
-                self._begin_step(plan, run, 0, entries)
-            else:
-                self._deliver(self, StepReport(plan.plan_id, 0, plan_done=True, progress=run.refused))
+                self._begin_step(plans, runs[-1], 0, entries, refused)
+                return
+            for plan in plans:
+                self._deliver(self, StepReport(plan.plan_id, 0, plan_done=True, progress=refused))
+                refused = []
 
-    def _move_pages(self, plan: StepPlan) -> None:
+    def _begin(self, plan: StepPlan) -> PlanRun:
         """As in the executor: copies, then pulls begin, before grants."""
         self._pulls.cancel(plan.cancelled_pulls)
-        self.residency.void(copy.target_page for copy in plan.page_copies)
+        self.residency.void([*plan.forgotten_pages, *(copy.target_page for copy in plan.page_copies)])
+        self._kv.copy(plan.page_copies)
         self.residency.copied(plan.page_copies)
         for pull in plan.kv_pulls:
             self._pulls.begin(pull, self._report_pull)
+        return PlanRun(plan, self._table)
 
     def _report_pull(self, report: PullReport) -> None:
         if not self._is_stopped:
@@ -100,32 +119,45 @@ class VirtualWorker:
     def _granted(self, sequence: LiveSequence, first_index: int, pages: list[PageId]) -> None:
         self.residency.granted(pages, first_index, sequence.unit_hashes, sequence.num_computed)
 
-    def _is_superseded(self, plan: StepPlan) -> bool:
-        """As in the executor: a plan of decodes alone gives its step to a newer plan that steps."""
-        if plan.prefill_chunks or plan.page_copies:
+    def _is_superseded(self, plans: list[StepPlan]) -> bool:
+        """As in the executor: plans of decodes alone give their step to a newer plan that steps."""
+        if any(plan.prefill_chunks or plan.page_copies for plan in plans):
             return False
         return any(newer.max_steps > 0 for newer in self._plans)
 
-    def _begin_step(self, plan: StepPlan, run: PlanRun, step: int, entries: list[StepEntry]) -> None:
+    def _begin_step(
+        self, plans: list[StepPlan], run: PlanRun, step: int, entries: list[StepEntry], refused: list[Progress]
+    ) -> None:
         timing = self._timing(entries)
         self.busy_s += timing.step_us * 1e-6
         self.steps += 1
         self._is_running = True
-        self._after(timing.step_us * 1e-6, lambda: self._end_step(plan, run, step, entries, timing))
+        self._kv.write(build_batch(entries, self.info.page_size))
+        self._after(timing.step_us * 1e-6, lambda: self._end_step(plans, run, step, entries, refused, timing))
 
-    def _end_step(self, plan: StepPlan, run: PlanRun, step: int, entries: list[StepEntry], timing: StepTiming) -> None:
+    def _end_step(
+        self,
+        plans: list[StepPlan],
+        run: PlanRun,
+        step: int,
+        entries: list[StepEntry],
+        refused: list[Progress],
+        timing: StepTiming,
+    ) -> None:
         if self._is_stopped:
             return
         self._is_running = False
-        progress = run.refused if step == 0 else []
-        progress = progress + [self._advance(entry) for entry in entries]
+        progress = refused + [self._advance(entry) for entry in entries]
+        *joined, plan = plans
+        for earlier in joined:
+            self._deliver(self, StepReport(earlier.plan_id, 0, plan_done=True, progress=[]))
         following = run.next_step()
         is_done = step + 1 == plan.max_steps or not following or bool(self._plans)
         self._deliver(self, StepReport(plan.plan_id, step, is_done, progress, timing))
         if is_done:
             self._next_plan()
         else:
-            self._begin_step(plan, run, step + 1, following)
+            self._begin_step([plan], run, step + 1, following, [])
 
     def _timing(self, entries: list[StepEntry]) -> StepTiming:
         prefill_tokens = sum(entry.end - entry.start for entry in entries if entry.is_prefill)
@@ -138,6 +170,11 @@ class VirtualWorker:
 
     def _advance(self, entry: StepEntry) -> Progress:
         sequence = entry.sequence
+        if entry.is_prefill and entry.samples and (wrong := self._kv.first_wrong(sequence)) is not None:
+            page = sequence.block_table[wrong // self.info.page_size]
+            raise AssertionError(
+                f"{self.info.worker_id}, request {sequence.request_id}: position {wrong} in page {page} is not its own"
+            )
         sequence.advance(entry.end)
         self.residency.written(sequence.block_table, sequence.unit_hashes, entry.start, entry.end)
         progress = Progress(sequence.seq_id, sequence.incarnation, sequence.num_computed, tokens=[])

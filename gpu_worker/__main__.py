@@ -18,11 +18,14 @@ from gpu_worker.model_port import ModelRunner
 from gpu_worker.registration import keep_registered
 from gpu_worker.server import WorkerService, bind_server, serving
 from gpu_worker.server.session import WorkerIdentity
+from gpu_worker.simulated_pulls import SimulatedPuller
 from gpu_worker.simulated_runner import open_simulated
-from gpu_worker.step_cost import StepCost
+from gpu_worker.step_cost import PullCost, StepCost
 from gpu_worker.telemetry import StepTelemetry
 from gpu_worker.tiers.open_tiers import open_tiers
 from gpu_worker.transfer.plane import open_plane
+from gpu_worker.transfer.port import Puller
+from gpu_worker.transfer.transports import GRPC, TRANSPORTS
 from kvstore.prefix_hash import namespace
 from observability.health_server import serve_health
 from observability.logs import setup_logging
@@ -98,6 +101,14 @@ def simulated_model(config: WorkerConfig) -> ModelRunner:
     )
 
 
+def choose_puller(config: WorkerConfig, puller: Puller | None) -> Puller | None:
+    """The one given, slowed down to what a model's KV would take where there is no model."""
+    simulation = config.simulation
+    if puller is None or not simulation.simulate:
+        return puller
+    return SimulatedPuller(puller, PullCost(fixed_us=simulation.pull_fixed_us, unit_us=simulation.pull_unit_us))
+
+
 def connect_redis(config: CellConfig) -> Redis:
     return open_redis(
         config.redis_url,
@@ -127,10 +138,12 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         tiers = stack.enter_context(
             open_tiers(config.tiers, config.cell, runner.kv, namespace=units, metrics=metrics.tiers)
         )
-        plane = stack.enter_context(open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers))
-        executor = await stack.enter_async_context(
-            Executor(runner, telemetry, epoch=epoch, puller=plane.puller, tiers=tiers)
+        only = (GRPC,) if config.kv_transport == GRPC else TRANSPORTS
+        plane = stack.enter_context(
+            open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers, only=only)
         )
+        puller = choose_puller(config, plane.puller)
+        executor = await stack.enter_async_context(Executor(runner, telemetry, epoch=epoch, puller=puller, tiers=tiers))
         source = await stack.enter_async_context(plane.source(executor))
         await stack.enter_async_context(serving(server, WorkerService(executor, identity, tracer), source))
 

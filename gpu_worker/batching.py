@@ -2,6 +2,8 @@
 
 plan     releases ▸ page copies ▸ step 0             ▸ step 1                          ▸ … max_steps - 1
 batch                             chunks + decodes     decodes + finished last chunks    the same
+
+A plan that joins the one before it shares its step 0: chunks of both, and the decodes of the newer one.
 """
 
 from __future__ import annotations
@@ -53,8 +55,11 @@ class PlanRun:
         self._joining = [entry.sequence for entry in self._chunks if entry.samples]
 
     def first_step(self) -> list[StepEntry]:
-        chunks = [entry for entry in self._chunks if self._is_live(entry.sequence)]
-        return self._decode_entries(self._decodes) + chunks
+        return self._decode_entries(self._decodes) + self.chunks()
+
+    def chunks(self) -> list[StepEntry]:
+        """Of the first step, those whose sequences were not released since."""
+        return [entry for entry in self._chunks if self._is_live(entry.sequence)]
 
     def next_step(self) -> list[StepEntry]:
         """What a further step would run; empty when nothing is left to step."""

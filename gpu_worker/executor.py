@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,10 +32,11 @@ from gpu_worker.model_port import ModelRunner, PipelinedRunner, Sampled, StepOut
 from gpu_worker.pulls import SessionPulls
 from gpu_worker.residency import Residency
 from gpu_worker.sequences import LiveSequence, SequenceTable
+from gpu_worker.step_watch import StepWatch
 from gpu_worker.telemetry import StepTelemetry
 from gpu_worker.transfer.port import LowerTiers, Puller
 from wire.ids import Epoch, PageId
-from wire.plan import PageUnits, Progress, PullReport, StepPlan, StepReport, StepTiming, TierUnits
+from wire.plan import PageUnits, Progress, PullReport, Residents, StepPlan, StepReport, StepTiming, TierUnits
 from wire.sampling import FinishReason
 
 log = logging.getLogger("gpu_worker.executor")
@@ -146,6 +146,10 @@ class Executor:
         """The current life of the KV tensors."""
         return self._epoch
 
+    def residents(self) -> Residents:
+        """What lies here now, beside whatever runs. From any thread; O(all units)."""
+        return Residents(self.residency.pages(), [] if self._tiers is None else self._tiers.contents())
+
     def open(self, channel: PlanChannel) -> asyncio.Future[Snapshot]:
         """Make `channel` the one whose plans run, from now on; what an earlier one queued is dropped.
 
@@ -188,8 +192,10 @@ class Executor:
                         channel = new_channel
                         self._post(_resolve, opened, self._snapshot(channel))
                     case _RunPlan(owner, plan):
-                        self._post(owner.free_places.release)
-                        if owner is channel and not self._run_plan(owner, plan):
+                        plans = [plan, *self._take_joining(owner)]
+                        for _ in plans:
+                            self._post(owner.free_places.release)
+                        if owner is channel and not self._run_plans(owner, plans):
                             channel = None
                     case _Stop():
                         self._forget_sequences()
@@ -204,6 +210,18 @@ class Executor:
             work = self._inbox.popleft()
             self._telemetry.set_queued_plans(len(self._inbox))
             return work
+
+    def _take_joining(self, owner: PlanChannel) -> list[StepPlan]:
+        """The queued plans that may share the step of the one just taken."""
+        plans = []
+        with self._inbox_changed:
+            while self._inbox:
+                work = self._inbox[0]
+                if not (isinstance(work, _RunPlan) and work.channel is owner and work.plan.joins):
+                    break
+                plans.append(work.plan)
+                self._inbox.popleft()
+        return plans
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():  # closed: a step outlived STOP_TIMEOUT_S, and nobody listens
@@ -223,13 +241,14 @@ class Executor:
         self._table.clear()
         self._telemetry.set_sequences(0)
 
-    def _run_plan(self, channel: PlanChannel, plan: StepPlan) -> bool:
-        """Run a plan's steps, a report each. False: a step raised, and the epoch and its session are void."""
-        step = 0
+    def _run_plans(self, channel: PlanChannel, plans: list[StepPlan]) -> bool:
+        """Run a plan's steps, a report each; those that join it share the first one, and the last one's lease follows.
+        False: a step raised, and the epoch and its session are void."""
+        plan, step = plans[-1], 0
         try:
-            for report in self._steps(channel, plan):
+            for report in self._steps(channel, plans):
                 self._post(channel.deliver, report)
-                step += 1
+                step += report.plan_id == plan.plan_id
         except Exception as error:  # whatever the model raised: the worker outlives it, with nothing to trust
             log.exception("step failed", extra={"plan": plan.plan_id, "step": step, "epoch": self._epoch})
             self._forget_sequences()
@@ -244,21 +263,30 @@ class Executor:
             return False
         return True
 
-    def _steps(self, channel: PlanChannel, plan: StepPlan) -> Iterator[StepReport]:
-        watch = _StepWatch()
-        self._move_pages(channel, plan)
-        run = PlanRun(plan, self._table)
-        entries = [] if plan.max_steps == 0 or self._is_superseded(plan) else run.first_step()
-        progress = run.refused
+    def _steps(self, channel: PlanChannel, plans: list[StepPlan]) -> Iterator[StepReport]:
+        watch = StepWatch()
+        plan = plans[-1]
+        runs = [self._begin(channel, each) for each in plans]
+        run = runs[-1]
+        entries: list[StepEntry] = []
+        if plan.max_steps and not self._is_superseded(plans):
+            # The decodes of the last plan are those of all: a release since has taken its sequence out.
+            entries = [entry for earlier in runs[:-1] for entry in earlier.chunks()] + run.first_step()
+        progress = [refused for each in runs for refused in each.refused]
         if not entries:
             self._telemetry.set_sequences(len(self._table))
-            yield StepReport(plan.plan_id, 0, plan_done=True, progress=progress)
+            for each in plans:
+                yield StepReport(each.plan_id, 0, plan_done=True, progress=progress)
+                progress = []
             return
         launched = self._launch(entries, watch)
         for step in range(plan.max_steps):
             ahead = self._launch_ahead(launched) if step + 1 < plan.max_steps else None
             stepped, timing = self._finish(launched)
             progress = progress + stepped
+            if step == 0:
+                for earlier in plans[:-1]:
+                    yield StepReport(earlier.plan_id, 0, plan_done=True, progress=[])
             if ahead is None:
                 entries = run.next_step()
                 plan_done = step + 1 == plan.max_steps or not entries or bool(self._inbox)
@@ -268,19 +296,26 @@ class Executor:
             yield StepReport(plan.plan_id, step, plan_done, progress, timing)
             if plan_done:
                 return
-            progress, launched = [], ahead or self._launch(entries, _StepWatch())
+            progress, launched = [], ahead or self._launch(entries, StepWatch())
 
-    def _is_superseded(self, plan: StepPlan) -> bool:
-        """A plan of decodes alone takes no step when a newer plan that steps is queued: the step goes to the newer
-        one, whose chunks came after the plan was sent, and decodes what still runs."""
-        if plan.prefill_chunks or plan.page_copies:
+    def _is_superseded(self, plans: list[StepPlan]) -> bool:
+        """Plans of decodes alone take no step when a newer plan that steps is queued: the step goes to the newer one,
+        whose chunks came after they were sent, and decodes what still runs."""
+        if any(plan.prefill_chunks or plan.page_copies for plan in plans):
             return False
         with self._inbox_changed:
             return any(isinstance(work, _RunPlan) and work.plan.max_steps > 0 for work in self._inbox)
 
+    def _begin(self, channel: PlanChannel, plan: StepPlan) -> PlanRun:
+        """All of a plan that comes before its steps."""
+        self._move_pages(channel, plan)
+        return PlanRun(plan, self._table)
+
     def _move_pages(self, channel: PlanChannel, plan: StepPlan) -> None:
         """Copies, then pulls begin: before grants, so that a sequence finds its units where these put them."""
         self._pulls.cancel(plan.cancelled_pulls)
+        if plan.forgotten_pages:
+            self.residency.void(plan.forgotten_pages)
         if plan.page_copies:
             self.residency.void(copy.target_page for copy in plan.page_copies)
             self.runner.copy_pages(plan.page_copies)
@@ -291,7 +326,7 @@ class Executor:
     def _granted(self, sequence: LiveSequence, first_index: int, pages: list[PageId]) -> None:
         self.residency.granted(pages, first_index, sequence.unit_hashes, sequence.num_computed)
 
-    def _launch(self, entries: list[StepEntry], watch: _StepWatch) -> _Launched:
+    def _launch(self, entries: list[StepEntry], watch: StepWatch) -> _Launched:
         """Begin a step. A runner that is not pipelined runs it when its result is asked for."""
         batch = build_batch(entries, self.runner.page_size)
         watch.lap()
@@ -305,7 +340,7 @@ class Executor:
         if self._inbox or self._pipelined is None:
             return None
         entries = step_ahead(launched.entries, self.runner.card)
-        return self._launch(entries, _StepWatch()) if entries else None
+        return self._launch(entries, StepWatch()) if entries else None
 
     def _finish(self, launched: _Launched) -> tuple[list[Progress], StepTiming]:
         """Wait for a step and account for it; what it ran of sequences that are over by now is dropped."""
@@ -351,36 +386,8 @@ class _Launched:
 
     entries: list[StepEntry]
     sampling: list[LiveSequence]
-    watch: _StepWatch
+    watch: StepWatch
     result: Callable[[], StepOutput]
-
-
-class _StepWatch:
-    """Times one step by its parts: build (copies included), forward, and sample, which the runner tells apart."""
-
-    def __init__(self) -> None:
-        self._started_unix_ns = time.time_ns()
-        self._laps_ns = [time.perf_counter_ns()]
-
-    def lap(self) -> None:
-        self._laps_ns.append(time.perf_counter_ns())
-
-    def restart(self) -> None:
-        """The step before has only now ended: building this one was hidden behind it, and its own time begins."""
-        self._started_unix_ns = time.time_ns()
-        self._laps_ns = [time.perf_counter_ns()] * 2
-
-    def timing(self, entries: list[StepEntry], output: StepOutput) -> StepTiming:
-        started, built, stepped = self._laps_ns
-        return StepTiming(
-            started_unix_ns=self._started_unix_ns,
-            build_us=(built - started) // 1000,
-            forward_us=max(0, (stepped - built) // 1000 - output.sample_us),
-            sample_us=output.sample_us,
-            prefill_tokens=sum(entry.end - entry.start for entry in entries if entry.is_prefill),
-            decode_tokens=sum(1 for entry in entries if not entry.is_prefill),
-            context_tokens=sum(entry.end for entry in entries),
-        )
 
 
 def _resolve(opened: asyncio.Future[Snapshot], snapshot: Snapshot) -> None:

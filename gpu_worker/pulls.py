@@ -29,9 +29,10 @@ class SessionPulls:
         if self._puller is None or obstacle is not None:
             deliver(PullReport(pull.pull_id, done=True, failure=obstacle or "this worker takes no KV"))
             return
-        self._residency.void(pull.target_pages)
+        generations = self._residency.void(pull.target_pages)
         places = unit_places(pull.target_pages, len(pull.unit_hashes), self._page_size, UNIT_TOKENS)
-        self._running[pull.pull_id] = self._puller.begin(pull, places, partial(self._report, pull, deliver))
+        report = partial(self._report, pull, generations, deliver)
+        self._running[pull.pull_id] = self._puller.begin(pull, places, report)
 
     def cancel(self, pull_ids: Iterable[PullId]) -> None:
         """Nobody wants these any more; they report all the same. Unknown ones are over."""
@@ -57,7 +58,9 @@ class SessionPulls:
             return "target_pages: one of them twice"
         return None
 
-    def _report(self, pull: KvPull, deliver: Callable[[PullReport], None], report: PullReport) -> None:
+    def _report(
+        self, pull: KvPull, generations: list[int], deliver: Callable[[PullReport], None], report: PullReport
+    ) -> None:
         if report.done:  # resident before anybody hears of it
-            self._residency.pulled(pull.target_pages, pull.unit_hashes[: report.num_units])
+            self._residency.pulled(pull.target_pages, generations, pull.unit_hashes[: report.num_units])
         deliver(report)

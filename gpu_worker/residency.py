@@ -54,8 +54,11 @@ class Residency:
         """Pages that hold at least one unit."""
         return len(self._units)
 
-    def void(self, pages: Iterable[PageId]) -> None:
-        """These pages get a new owner, who may write once this returns: what they held is forgotten."""
+    def void(self, pages: Iterable[PageId]) -> list[int]:
+        """These pages get a new owner, who may write once this returns: what they held is forgotten.
+
+        Returns their generations under the new owner.
+        """
         pages = list(pages)
         if self._on_void is not None:
             with self._lock:
@@ -66,6 +69,7 @@ class Residency:
             for page in pages:
                 self._generations[page] += 1
                 self._place(page, [])
+            return [int(self._generations[page]) for page in pages]
 
     def granted(self, pages: Sequence[PageId], first_index: int, unit_hashes: Sequence[UnitHash], start: int) -> None:
         """A sequence got pages for its block table from first_index on; its positions [0, start) are computed.
@@ -95,11 +99,13 @@ class Residency:
                 source = self._units.get(copy.source_page, [])
                 self._place(copy.target_page, source[: copy.num_slots // UNIT_TOKENS])
 
-    def pulled(self, pages: Sequence[PageId], unit_hashes: Sequence[UnitHash]) -> None:
-        """The pages, voided before, hold these units from the first slot of the first page on."""
+    def pulled(self, pages: Sequence[PageId], generations: Sequence[int], unit_hashes: Sequence[UnitHash]) -> None:
+        """Pages hold these units from the first slot of the first page on, but for pages that were voided again since
+        `void` gave their generations: a cancelled pull's, whose end came late."""
         with self._lock:
-            for index, page in enumerate(pages):
-                self._place(page, self._chain_part(index, unit_hashes))
+            for index, (page, generation) in enumerate(zip(pages, generations, strict=True)):
+                if self._generations[page] == generation:
+                    self._place(page, self._chain_part(index, unit_hashes))
 
     def written(self, block_table: Sequence[PageId], unit_hashes: Sequence[UnitHash], start: int, end: int) -> None:
         """A sequence wrote positions [start, end) of pages it owns; unit_hashes are all its full units in [0, end)."""
@@ -126,6 +132,11 @@ class Residency:
                 found.places.append(places[0])
                 found.generations.append(int(self._generations[places[0].page_id]))
         return found
+
+    def places(self, unit_hash: UnitHash) -> tuple[UnitPlace, ...]:
+        """Everywhere a unit is resident."""
+        with self._lock:
+            return self._places.get(unit_hash, ())
 
     def still(self, found: Found) -> bool:
         """None of these pages got a new owner since: bytes read from them before this call are those of the units."""

@@ -2,13 +2,13 @@
 
     digest(p) = digest(p - 1) + (token(p) + 1) · weight(p)  mod 2^16     K: its low byte, V: its high one, in each layer
 
-digest(p - 1) is read from the page it should lie in. So a page that was reused, copied or pulled wrongly shows: `holds`
+digest(p - 1) is read from the page it should lie in. So a page reused, copied or pulled wrongly shows: `first_wrong`
 compares every slot with what the tokens alone give. They are real pages, which transfers and tiers move as a model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from wire.plan import PageCopy
 
 NUM_LAYERS = 2
 _MASK = 0xFFFF
+NOWHERE = -1
+"""No slot: before a sequence's first."""
 
 
 class SimulatedKv:
@@ -37,7 +39,17 @@ class SimulatedKv:
         self._weights = (np.arange(max_positions, dtype=np.int64) * 40_503 * 2 + 1) & _MASK
 
     def write(self, batch: StepBatch) -> None:
-        """Write the slots of every token of the batch, each after its prefix as it lies in the pages."""
+        """Write the slots of every token of the batch, each after its prefix as it lies in the pages: in a model every
+        layer writes all its KV before it reads any, so a query may follow what another of the same step computes."""
+        written = set(batch.slot_mapping)
+        if not any(slot in written for slot in self._slots_before(batch)):
+            self._write(batch)
+            return
+        for alone in sorted(_alone(batch), key=lambda one: one.positions[0]):  # what a query follows begins before it
+            self._write(alone)
+
+    def _write(self, batch: StepBatch) -> None:
+        """Of queries that do not follow one another."""
         slots = np.array(batch.slot_mapping, dtype=np.int64)
         increments = self._increments(batch.token_ids, np.array(batch.positions, dtype=np.int64))
         lengths = np.array(batch.query_lens, dtype=np.int64)
@@ -50,14 +62,15 @@ class SimulatedKv:
         self._low[:, slots] = digests & 0xFF
         self._high[:, slots] = digests >> 8 & 0xFF
 
-    def holds(self, sequence: LiveSequence) -> bool:
-        """Every computed position's slots are those of the sequence's own tokens, in all layers."""
+    def first_wrong(self, sequence: LiveSequence) -> int | None:
+        """The first position whose slots are not those of the sequence's own tokens, in all layers; None: all are."""
         positions = np.arange(len(sequence.token_ids), dtype=np.int64)
         table = np.array(sequence.block_table, dtype=np.int64)
         slots = table[positions // self._page_size] * self._page_size + positions % self._page_size
         expected = np.cumsum(self._increments(sequence.token_ids, positions)) & _MASK
         found = self._low[:, slots].astype(np.int64) | self._high[:, slots].astype(np.int64) << 8
-        return bool((found == expected).all())
+        wrong = np.flatnonzero((found != expected).any(axis=0))
+        return int(wrong[0]) if len(wrong) else None
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         for copy in copies:
@@ -70,11 +83,26 @@ class SimulatedKv:
 
     def _digests_before(self, batch: StepBatch) -> NDArray[np.int64]:
         """The digest that each sequence's query continues: [num_seqs]."""
-        starts = [context - query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
+        slots = np.array(self._slots_before(batch), dtype=np.int64)
+        digests = self._low[0, slots].astype(np.int64) | self._high[0, slots].astype(np.int64) << 8
+        return np.where(slots < 0, 0, digests)
+
+    def _slots_before(self, batch: StepBatch) -> list[int]:
+        """The slot before each sequence's query, negative where it begins the sequence: [num_seqs]."""
         size = self._page_size
-        slots = [
-            table[(start - 1) // size] * size + (start - 1) % size if start else 0
+        starts = [context - query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
+        return [
+            table[(start - 1) // size] * size + (start - 1) % size if start else NOWHERE
             for start, table in zip(starts, batch.block_tables, strict=True)
         ]
-        digests = self._low[0, slots].astype(np.int64) | self._high[0, slots].astype(np.int64) << 8
-        return np.where(np.array(starts) > 0, digests, 0)
+
+
+def _alone(batch: StepBatch) -> Iterator[StepBatch]:
+    """Each sequence's query as a batch."""
+    first = 0
+    for query, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+        rows = slice(first, first + query)
+        yield StepBatch(
+            batch.token_ids[rows], batch.positions[rows], batch.slot_mapping[rows], [query], [context], [table], []
+        )
+        first += query

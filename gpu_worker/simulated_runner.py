@@ -8,6 +8,7 @@ them beforehand. A sequence whose pages are not its own ends in an error. Import
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from wire.errors import ConfigInvalid
 from wire.ids import UNIT_TOKENS
 from wire.plan import ModelCard, PageCopy
 from wire.sampling import TokenLogprobs
+
+log = logging.getLogger("gpu_worker.simulated_runner")
 
 REVISION = "simulated"
 """Of every simulated model: a scheduler refuses a cell where real and simulated workers would mix."""
@@ -104,7 +107,11 @@ class SimulatedRunner:
     def _sampled(self, token: int, sequence: LiveSequence) -> Sampled:
         """No token at the end of a prefill, where what was reused is seen, if it is not the sequence's own KV."""
         ends_prefill = not sequence.num_output_tokens or len(sequence.token_ids) - sequence.num_computed > 1
-        if ends_prefill and not self._kv.holds(sequence):
+        wrong = self._kv.first_wrong(sequence) if ends_prefill else None
+        if wrong is not None:
+            page = sequence.block_table[wrong // self.page_size]
+            what = {"request": sequence.request_id, "position": wrong, "page": page, "computed": sequence.num_computed}
+            log.error("a sequence's KV is not its own", extra=what)
             return Sampled(None)
         return Sampled(token, self._logprobs(sequence))
 

@@ -187,6 +187,15 @@ class PagePool:
             del self._cached[page]
             self._free.append(page)
 
+    def pages_with(self, unit_hash: UnitHash) -> list[PageId]:
+        """Every page in which a unit can be found."""
+        holder = self._holder.get(unit_hash)
+        return [] if holder is None else [holder, *self._other_holders.get(unit_hash, ())]
+
+    def is_free(self, page: PageId) -> bool:
+        """Nobody holds it, and nothing can be found in it."""
+        return not self._references[page] and page not in self._retiring and page not in self._cached
+
     def _forget_units(self, page: PageId) -> None:
         for unit_hash in self._units[page][: self._num_computed[page]]:
             self._computed_in[unit_hash] -= 1

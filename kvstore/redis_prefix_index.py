@@ -3,7 +3,7 @@
     {cell}:px:<worker>:<epoch>      unit hash (32 bytes) ─▸ its tiers' letters, fastest first, as in prefix_index.py
                                     lapses with the worker's lease, renewed by the worker's heartbeat
 
-A lookup is one script: for each worker it asks for more and more of the chain until a unit is missing. Where the
+A lookup is one script: for each worker it gallops along the chain until a unit is missing. Where the
 server refuses scripts, the same is done by pipelines, a round trip for each stretch. Fields and values that are not
 ours are never counted, and a key that is no hash is as good as none and left alone.
 """
@@ -29,6 +29,11 @@ FIRST_STRETCH: Final = 16
 GROWTH: Final = 4
 MAX_STRETCH: Final = 1024
 """Units asked for at a time: 16, 64, 256, then 1024. Lua takes fewer than 8000 arguments."""
+EXACT_UNITS: Final = 512
+"""Units of all workers together that a script reads one by one. A prefix that goes on is then followed by the last
+unit of each BLOCK_UNITS: a missing one between two that are there is overlooked. KV is evicted from a chain's end, so
+that is rare, and a pull that meets it ends there."""
+BLOCK_UNITS: Final = 16
 MAX_CHAIN: Final = 8192
 """Units of a chain that are looked up, 131,072 tokens: it bounds how long the script holds up the server."""
 MAX_COMMAND_UNITS: Final = 512
@@ -42,37 +47,63 @@ _LEVELS: Final = {
 """Value of a unit → 1: counts for the device's prefix and all others, 2: for the host's and any, 3: for any."""
 
 # KEYS a hash for each worker; ARGV the chain. Returns for each its prefixes: device, host, any tier.
+#   unit by unit, until EXACT_UNITS were read for all workers together; then
+#   | 1 … 16 | 17 … 32 | …    by each block's last unit, and unit by unit only in blocks where that one is missing
 # Mostly a whole stretch lies on the device, and then concat says so without a look at each unit. It fails where one
 # is missing.
 _LOOKUP: Final = f"""
 local levels = {{{", ".join(f"{value.decode()}={level}" for value, level in _LEVELS.items())}}}
 local prefixes = {{}}
+local num_read = 0
 for k = 1, #KEYS do
-  local ends = {{}}
-  local first, size, level = 1, {FIRST_STRETCH}, 0
-  while level < 3 and first <= #ARGV do
-    local last = math.min(first + size - 1, #ARGV)
-    local values = redis.pcall('HMGET', KEYS[k], unpack(ARGV, first, last))
+  local ends, level = {{}}, 0
+  local function read(...)
+    local values = redis.pcall('HMGET', KEYS[k], ...)
     if values.err then
-      break
+      ends, level = {{0, 0, 0}}, 3
+      return {{}}
     end
+    num_read = num_read + #values
+    return values
+  end
+  local function take(values, first)
     local all_there, joined = pcall(table.concat, values)
-    if not (all_there and level == 0 and joined == string.rep('d', #values)) then
-      for i = 1, #values do
-        local here = levels[values[i]] or 4
-        while level < 3 and here > level + 1 do
-          level = level + 1
-          ends[level] = first + i - 2
-        end
-        if level == 3 then
-          break
-        end
+    if all_there and level == 0 and joined == string.rep('d', #values) then
+      return
+    end
+    for i = 1, #values do
+      local here = levels[values[i]] or 4
+      while level < 3 and here > level + 1 do
+        level = level + 1
+        ends[level] = first + i - 2
       end
     end
-    first, size = last + 1, math.min(size * {GROWTH}, {MAX_STRETCH})
+  end
+  local first, size = 1, {FIRST_STRETCH}
+  while level < 3 and first <= #ARGV do
+    local last_of_blocks = {{}}
+    if num_read >= {EXACT_UNITS} then
+      for last = first + {BLOCK_UNITS - 1}, math.min(first + size - 1, #ARGV), {BLOCK_UNITS} do
+        last_of_blocks[#last_of_blocks + 1] = ARGV[last]
+      end
+    end
+    if #last_of_blocks == 0 then
+      local last = math.min(first + size - 1, #ARGV)
+      take(read(unpack(ARGV, first, last)), first)
+      first = last + 1
+    else
+      local values = read(unpack(last_of_blocks))
+      for i = 1, #values do
+        if level < 3 and (levels[values[i]] or 4) > level + 1 then
+          take(read(unpack(ARGV, first, first + {BLOCK_UNITS - 1})), first)
+        end
+        first = first + {BLOCK_UNITS}
+      end
+    end
+    size = math.min(size * {GROWTH}, {MAX_STRETCH})
   end
   for l = 1, 3 do
-    prefixes[#prefixes + 1] = ends[l] or (first > #ARGV and #ARGV or 0)
+    prefixes[#prefixes + 1] = ends[l] or #ARGV
   end
 end
 return prefixes

@@ -183,6 +183,24 @@ class SchedulerMetrics:
         self.displaced = Counter(
             names.SCHEDULER_DISPLACED, "Sequences queued again because their worker was lost.", registry=r
         )
+        self.prefix_units = Gauge(
+            names.PREFIX_INDEX_UNITS,
+            "KV units that a worker holds, in whatever tier.",
+            ["worker"],
+            registry=r,
+        )
+        self.prefix_drift = Gauge(
+            names.PREFIX_INDEX_DRIFT,
+            "Units that the first of these said a worker holds, and the second did not, at the last audit.",
+            ["worker", "between"],
+            registry=r,
+        )
+        self.prefix_repairs = Counter(
+            names.PREFIX_INDEX_REPAIRS,
+            "Units that an audit set right, by where.",
+            ["worker", "in"],
+            registry=r,
+        )
         self.plans = Counter(names.SCHEDULER_PLANS, "Plans dispatched.", ["worker"], registry=r)
         self.tokens = Counter(
             names.SCHEDULER_TOKENS, "Tokens processed, as workers reported them.", ["worker", "phase"], registry=r
@@ -227,9 +245,14 @@ class SchedulerMetrics:
         self.worker_sequences.labels(worker, role).set(running)
         self.pulls_in_flight.labels(worker).set(pulling)
 
+    def set_drift(self, worker: str, between: str, units: int) -> None:
+        """One comparison of an audit: "twin-redis" (either way), "twin-worker" or "worker-twin"."""
+        self.prefix_drift.labels(worker, between).set(units)
+
     def forget_worker(self, worker: str) -> None:
         """Drop a lost worker's gauges, so that no dashboard shows pages that are gone. Its counters stay."""
-        for gauge in (self.pages, self.kv_cache_usage, self.worker_sequences, self.pulls_in_flight):
+        held = (self.pages, self.kv_cache_usage, self.worker_sequences, self.pulls_in_flight)
+        for gauge in (*held, self.prefix_units, self.prefix_drift):
             gauge.remove_by_labels({"worker": worker})
 
 

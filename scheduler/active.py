@@ -19,6 +19,7 @@ from scheduler.index_writer import IndexWriter
 from scheduler.intake import ControlIntake, RequestIntake
 from scheduler.lease import Lease
 from scheduler.pending import PendingRequests
+from scheduler.prefix_audit import PrefixAudit
 from scheduler.publisher import Publisher
 from scheduler.recovery import Recovery
 from scheduler.request_spans import RequestSpans
@@ -75,6 +76,15 @@ class Tenure:
         )
         index = RedisPrefixIndex(redis, cell, fence=lease.fence)
         self._index = IndexWriter(index, self._engine.twin, lease)
+        self._audit = PrefixAudit(
+            index,
+            self._engine.twin,
+            self._index,
+            self._registry.sessions,
+            inbox,
+            metrics,
+            period_s=config.index_audit_s,
+        )
         self._card = CellCardPublisher(redis, cell, lease, self._engine.stats, metrics)
         self._service = Service(
             self._engine,
@@ -124,6 +134,7 @@ class Tenure:
                 tasks.create_task(self._service.run())
                 tasks.create_task(self._publisher.run())
                 tasks.create_task(self._index.run())
+                tasks.create_task(self._audit.run())
                 tasks.create_task(self._registry.run())
                 tasks.create_task(self._arrivals.expire())
                 tasks.create_task(self._card.run())

@@ -25,6 +25,7 @@ from scheduler.events import (
     PullReported,
     Request,
     RequestArrived,
+    ResidencyAudited,
     RoleChanged,
     StepReported,
     Tick,
@@ -44,7 +45,7 @@ from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TokensReply
 from wire.errors import MeshError, StepFailed, WorkerLost
-from wire.ids import UNIT_TOKENS, Fence, SeqId
+from wire.ids import UNIT_TOKENS, Epoch, Fence, SeqId, WorkerId
 from wire.plan import ModelCard, Progress, StepReport
 from wire.sampling import FinishReason
 
@@ -67,6 +68,8 @@ class Engine:
         self._num_displaced = 0
         self._no_worker_since_s: float | None = None
         self._has_faults = False  # some request may have some
+        self._blamed: dict[WorkerId, tuple[Epoch, list[LiveRequest]]] = {}
+        """By worker: in which epoch it was lost last, and who was blamed for it."""
         self._fence_lost = False
         self._now = 0.0
         self._commands: list[Command] = []
@@ -109,6 +112,10 @@ class Engine:
             case Tick():
                 self._give_up_without_workers()
                 self._placing.expire_pulls(now)
+            case ResidencyAudited(worker_id, epoch):
+                worker = self._workers.get(worker_id)
+                if worker is not None and worker.epoch == epoch:
+                    self._commands += self._placing.audited(worker, event)
             case FenceLost():
                 self._fence_lost = True
                 return []
@@ -239,6 +246,7 @@ class Engine:
         self._model = event.info.model
         worker = WorkerView(event.info, event.residents, self._config)
         self._commands += self._placing.worker_up(worker, event.tiers)
+        self._absolve(worker)
         self._no_worker_since_s = None
 
     def _lose_worker(self, worker: WorkerView, error: MeshError) -> None:
@@ -250,16 +258,25 @@ class Engine:
             self._num_displaced += 1
             seq.request.timeline.worker_lost_s.append(self._now)
             self._placing.requeue(seq, self._now)
-        self._blame(list({id(seq.request): seq.request for seq in worker.running.values()}.values()), error)
+        present = list({id(seq.request): seq.request for seq in worker.running.values()}.values())
+        self._blamed[worker.worker_id] = worker.epoch, self._blame(present, error)
 
-    def _blame(self, present: list[LiveRequest], error: MeshError) -> None:
-        """Somebody present may be the cause: a suspect if there was one, else anybody."""
-        suspects = [request for request in present if request.is_suspect]
-        for request in suspects or present:
+    def _blame(self, present: list[LiveRequest], error: MeshError) -> list[LiveRequest]:
+        """Somebody present may be the cause: a suspect if there was one, else anybody. Returns who was blamed."""
+        blamed = [request for request in present if request.is_suspect] or present
+        for request in blamed:
             request.faults += 1
             self._has_faults = True
             if request.faults >= MAX_FAULTS:
                 self._end_request(request, FinishReason.ERROR, error)
+        return blamed
+
+    def _absolve(self, worker: WorkerView) -> None:
+        """A worker is back in the same epoch: it had not died, only its link had, and that is nobody's fault."""
+        epoch, blamed = self._blamed.pop(worker.worker_id, (None, []))
+        if epoch == worker.epoch:
+            for request in blamed:
+                request.faults = max(0, request.faults - 1)
 
     def _give_up_without_workers(self) -> None:
         since = self._no_worker_since_s
@@ -290,8 +307,8 @@ class Engine:
             return
         if report.timing is not None:
             self._rate.add(report.timing)
-            if report.step == 0:
-                worker.step_time.observe(flight.plan.prefill_chunks, report.timing)
+        if report.step == 0:
+            worker.observe_step(flight.plan, report.timing)
         running = worker.running
         for progress in report.progress:
             seq = running.get(progress.seq_id)
@@ -348,7 +365,8 @@ class Engine:
     def _schedule(self) -> None:
         """Place what waits, then plan every worker that something changed on, until nothing moves."""
         to_plan = self._placing.to_plan
-        self._placing.hand_off(self._now)
+        for seq in self._placing.hand_off(self._now):
+            self._release_siblings(seq.request)
         self._place_waiting()
         while to_plan:
             worker = self._workers[next(iter(to_plan))]
@@ -362,12 +380,15 @@ class Engine:
                 self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Admit from the head of each queue; a head without room blocks those behind it, so that nobody starves."""
+        """Admit from the head of each queue; a head without room blocks those behind it, and the workers it waits for
+        are closed to other queues, so that nobody starves."""
+        closed = set(self._placing.awaited)
         for queue in self._queue.heads():
             while self._workers and (seq := queue.peek()) is not None:
-                if self._already_over(seq) or self._placing.admit(seq, self._now):
+                if self._already_over(seq) or self._placing.admit(seq, closed, self._now):
                     continue
                 if not self._placing.fits_nowhere(seq):
+                    closed.update(self._placing.suited(seq))
                     break
                 error = too_large(seq, decoders(self._workers.values()))
                 self._end_request(seq.request, FinishReason.ERROR, error)

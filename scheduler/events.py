@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from wire.ids import Epoch, GatewayId, RequestId, UnitHash, WorkerId
-from wire.plan import PageUnits, PullReport, Role, StepReport, TierUnits, WorkerInfo
+from wire.plan import PageUnits, PullReport, Role, StepReport, Tier, TierUnits, WorkerInfo
 from wire.sampling import FinishReason, SamplingParams
 
 
@@ -97,6 +97,20 @@ class TierChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidencyAudited:
+    """What a worker itself says it holds, all of it, where the twin said otherwise in two audits in a row."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    pages: list[PageUnits]
+    tiers: list[TierUnits]
+    """One of each tier below the pages that holds anything; `stored` is all it holds."""
+    differing: dict[Tier, frozenset[UnitHash]]
+    """The units in question, by tier: the worker holds them and the twin did not say so, or the other way round. Of all
+    others nothing is to be concluded: changes of them are on their way."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoleChanged:
     """An operator gave a worker another role: what runs there runs on, what comes follows the new one."""
 
@@ -122,6 +136,7 @@ Event: TypeAlias = (
     | StepReported
     | PullReported
     | TierChanged
+    | ResidencyAudited
     | RoleChanged
     | Tick
     | FenceLost

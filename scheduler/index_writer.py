@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -53,6 +54,10 @@ class _Part:
     is_refused: bool = False
     """Redis has something of somebody else's in its place."""
     changed: dict[UnitHash, None] = field(default_factory=dict)
+    writing: list[UnitHash] = field(default_factory=list)
+    """Taken from `changed`, and not there yet."""
+    moving: set[UnitHash] | None = None
+    """See IndexWriter.moving()."""
 
     @property
     def waits(self) -> bool:
@@ -95,10 +100,19 @@ class IndexWriter:
             self._changed(part, units)
             self._work.set()
 
-    def is_settled(self, holder: Holder, unit_hash: UnitHash) -> bool:
-        """Redis should say now what the twin says."""
+    @contextmanager
+    def moving(self, holder: Holder) -> Iterator[Set[UnitHash] | None]:
+        """Units that are on their way to Redis, or were at any time in this block: of all others Redis must say what
+        the twin says. None: they all are."""
         part = self._parts.get(holder.worker_id)
-        return part is not None and part.holder == holder and not part.is_void and unit_hash not in part.changed
+        if part is None or part.holder != holder or part.is_void or part.is_refused:
+            yield None
+            return
+        part.moving = {*part.changed, *part.writing}
+        try:
+            yield part.moving
+        finally:
+            part.moving = None
 
     def _begin(self, holder: Holder) -> _Part:
         before = self._parts.get(holder.worker_id)
@@ -114,6 +128,9 @@ class IndexWriter:
         self._work.set()
 
     def _changed(self, part: _Part, units: Iterable[UnitHash]) -> None:
+        units = list(units)
+        if part.moving is not None:
+            part.moving.update(units)
         if part.is_void:
             return
         part.changed.update(dict.fromkeys(units))
@@ -171,15 +188,19 @@ class IndexWriter:
         if anew:
             part.changed = dict.fromkeys(self._twin.hashes(part.holder.worker_id))
             part.is_void = False
-        some = list(islice(part.changed, MAX_WRITE_UNITS))
-        for unit_hash in some:
+            if part.moving is not None:
+                part.moving.update(part.changed)
+        part.writing = list(islice(part.changed, MAX_WRITE_UNITS))
+        for unit_hash in part.writing:
             del part.changed[unit_hash]  # from here on a change of it is news
-        units = {unit_hash: self._twin.tiers(part.holder.worker_id, unit_hash) for unit_hash in some}
+        units = {unit_hash: self._twin.tiers(part.holder.worker_id, unit_hash) for unit_hash in part.writing}
         try:
             was_there = await self._index.write(part.holder, units, anew=anew)
         except ResponseError as error:
             self._refuse(part.holder, error)
             return
+        finally:
+            part.writing = []
         if part.is_there and not (was_there or anew):
             part.is_void = True  # it had lapsed, or Redis lost it
             part.changed.clear()

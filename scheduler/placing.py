@@ -7,15 +7,16 @@ queue ──admit──▸ on a worker ──handed off──▸ on the worker t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from scheduler.commands import Admission, UpdateIndex
+from scheduler.events import ResidencyAudited
 from scheduler.policy.batching import publish_units
 from scheduler.policy.fair_queue import CACHED_WEIGHT, INPUT_WEIGHT, charge
 from scheduler.policy.handoff import Handoffs
 from scheduler.policy.placement import Placement, fits_ever, occupy
 from scheduler.policy.pool_queues import PoolQueues
-from scheduler.policy.routing import Router, decoders
+from scheduler.policy.routing import Router, decoders, suited_workers
 from scheduler.policy.transfers import Pull, Transfers, release_pages
 from scheduler.prefix_changes import PrefixChanges
 from scheduler.sequence import Sequence
@@ -35,9 +36,9 @@ class Placing:
         self.queue = PoolQueues()
         self.to_plan: dict[WorkerId, None] = {}
         self.prefixes = PrefixChanges()
-        self._transfers = Transfers(config.pull_lease_ms * 1e-3)
+        self._transfers = Transfers(config.pull_lease_ms * 1e-3, self.to_plan)
         self._router = Router(config, self.prefixes.twin, self._transfers, rate, routing_seed=routing_seed)
-        self._handoffs = Handoffs(self._router, self._transfers, self.take_off)
+        self._handoffs = Handoffs(self._router, self._transfers, self.take_off, self.to_plan)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -57,6 +58,11 @@ class Placing:
         for seq in worker.running.values():
             self._handoffs.abandon(seq)
 
+    def audited(self, worker: WorkerView, audit: ResidencyAudited) -> list[UpdateIndex]:
+        """What the worker holds was held against the twin."""
+        self.to_plan[worker.worker_id] = None
+        return self.prefixes.audited(worker, audit)
+
     def index_changes(self) -> Iterable[UpdateIndex]:
         """What came into the workers' pages, and what went, since the last call."""
         return [self.prefixes.pages_changed(worker) for worker in self.workers.values() if worker.pool.has_changes]
@@ -67,9 +73,18 @@ class Placing:
         """It waits for the workers of its prompt's length."""
         self.queue.push(seq, self.workers.values())
 
-    def admit(self, seq: Sequence, now: float) -> bool:
-        """Begin a waiting sequence on the best worker; False when there is no room now."""
-        placements = self._router.placements(seq, self.workers.values(), now)
+    @property
+    def awaited(self) -> set[WorkerId]:
+        """Workers whose next room is for a sequence that was prefilled elsewhere."""
+        return self._handoffs.awaited
+
+    def suited(self, seq: Sequence) -> Iterable[WorkerId]:
+        """The workers that a waiting sequence waits for."""
+        return [worker.worker_id for worker in suited_workers(seq, self.workers.values())]
+
+    def admit(self, seq: Sequence, closed: Container[WorkerId], now: float) -> bool:
+        """Begin a waiting sequence on the best worker that is not closed; False when there is no room now."""
+        placements = self._router.placements(seq, self.workers.values(), closed, now)
         if not placements:
             return False
         chosen = self._router.choose(seq, placements)
@@ -88,13 +103,14 @@ class Placing:
         """No worker could ever take it to its last token."""
         return not any(fits_ever(seq, worker) for worker in decoders(self.workers.values()))
 
-    def hand_off(self, now: float) -> None:
-        """Move on what is prefilled where it will not be decoded."""
-        for seq in self._handoffs.advance(self.workers.values(), now):
+    def hand_off(self, now: float) -> list[Sequence]:
+        """Move on what is prefilled where it will not be decoded; returns what is prefilled and stays after all."""
+        arrived, stayed = self._handoffs.advance(self.workers.values(), now)
+        for seq in arrived:
             assert seq.worker is not None
             self.to_plan[seq.worker.worker_id] = None
             seq.request.note_admission(_handover(seq, seq.worker.worker_id, now))
-        self.to_plan |= {worker.worker_id: None for worker in self.workers.values() if worker.has_unsent}
+        return stayed
 
     # -- and back --------------------------------------------------------------------------------------------------
 
@@ -114,6 +130,8 @@ class Placing:
 
     def requeue(self, seq: Sequence, now: float) -> None:
         """Back to the queue with the tokens it has; its pages are dealt with."""
+        if seq.parked_s is not None:
+            seq.request.note_handoff(seq.parked_s, now)
         seq.leave_worker()
         seq.requeued = True
         seq.queued_s = now
@@ -126,12 +144,9 @@ class Placing:
     def pull_reported(self, worker: WorkerView, report: PullReport, now: float) -> None:
         """A transfer goes on or is over: who waited for it begins, or goes on, with what it brought."""
         pull = self._transfers.reported(worker, report, now)
-        if pull is None:
+        if pull is None or pull.seq is None:
             return
-        self.to_plan[worker.worker_id] = None
         seq = pull.seq
-        if seq is None:
-            return
         num_units = min(report.num_units, pull.num_units)
         is_whole = num_units == pull.num_units
         seq.request.note_transfer(pull.transfer(seq, report, num_units, now), now)
@@ -151,6 +166,10 @@ class Placing:
     def expire_pulls(self, now: float) -> None:
         """Give up on transfers that were silent for longer than their lease."""
         for pull in self._transfers.expire(now):
+            if pull.seq is not None:
+                failure = f"silent for longer than its lease of {1000 * self._transfers.lease_s:.0f} ms"
+                report = PullReport(pull.pull_id, True, failure=failure)
+                pull.seq.request.note_transfer(pull.transfer(pull.seq, report, 0, now), now)
             self._fall_back(pull, now)
 
     def _fall_back(self, pull: Pull, now: float) -> None:
@@ -164,17 +183,18 @@ class Placing:
 
 def _admission(seq: Sequence, chosen: Placement, placements: list[Placement], now: float) -> Admission:
     pull, room = chosen.pull, chosen.room
+    num_local = room.num_cached if pull is None else room.num_shared
     return Admission(
         choice=seq.choice,
         queued_s=seq.queued_s,
         admitted_s=now,
         worker_id=chosen.worker.worker_id,
-        cached_tokens=room.num_cached if pull is None else room.num_shared,
+        cached_tokens=num_local,
         candidates=tuple(p.candidate for p in placements),
         resumed=seq.requeued,
         pulled_tokens=seq.num_cached - room.num_shared if pull is not None else 0,
         pull_source=pull.source.worker_id if pull is not None else None,
-        predicted_cached_tokens=room.num_cached,
+        predicted_cached_tokens=num_local,
         role=Role.PREFILL if chosen.hands_off else Role.BOTH,
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from kvstore.prefix_twin import PrefixTwin
 from scheduler.commands import UpdateIndex
+from scheduler.events import ResidencyAudited
 from scheduler.worker_view import WorkerView
 from wire.ids import UnitHash
 from wire.plan import Tier, TierUnits
@@ -24,7 +25,7 @@ class PrefixChanges:
         return [self.pages_changed(worker, fresh=True), *(self.tier_changed(worker, units) for units in tiers)]
 
     def worker_down(self, worker: WorkerView) -> None:
-        """It cannot be asked for its KV; the index forgets it when its lease ends, or when it comes back."""
+        """It cannot be asked for its KV any more."""
         self.twin.drop_worker(worker.worker_id)
 
     def pages_changed(self, worker: WorkerView, *, fresh: bool = False) -> UpdateIndex:
@@ -37,6 +38,24 @@ class PrefixChanges:
     def tier_changed(self, worker: WorkerView, units: TierUnits) -> UpdateIndex:
         """The worker said so."""
         return self._changed(worker, units.tier, units.stored, units.dropped)
+
+    def audited(self, worker: WorkerView, audit: ResidencyAudited) -> list[UpdateIndex]:
+        """The worker holds other units than the twin says, and did so one audit ago: a unit too many on either side is
+        given up on both. To adopt one would be to trust a page that may have been written since."""
+        pool = worker.pool
+        wrong = audit.differing.get(Tier.DEVICE, frozenset())
+        pages = {page for unit_hash in wrong for page in pool.pages_with(unit_hash)}
+        pages |= {page.page_id for page in audit.pages if not wrong.isdisjoint(page.unit_hashes)}
+        for page in sorted(pages):
+            pool.withdraw(page)
+            if pool.is_free(page):  # else the next audit finds it again
+                worker.pending_forgets.append(page)
+        held = {units.tier: set(units.stored) for units in audit.tiers}
+        return [
+            self._changed(worker, tier, list(units & held.get(tier, set())), list(units - held.get(tier, set())))
+            for tier, units in audit.differing.items()
+            if tier is not Tier.DEVICE
+        ]
 
     def _changed(
         self, worker: WorkerView, tier: Tier, stored: list[UnitHash], dropped: list[UnitHash], *, fresh: bool = False

@@ -84,6 +84,8 @@ class Sequence:
     hands_off: bool = False
     """Only prefilled where it runs: another worker decodes it (policy/handoff.py)."""
     handoff: Handoff | None = None
+    parked_s: float | None = None
+    """Since when nothing of it runs: it is prefilled, and another worker has not got all of it yet."""
     pools: Pools = ()
     """Whose queue it waits in; empty until it waited."""
     local_only: bool = False
@@ -121,7 +123,7 @@ class Sequence:
         """Back to the queue's state; the caller has dealt with the pages."""
         self.state = SeqState.WAITING
         self.worker = None
-        self.pull = self.handoff = None
+        self.pull = self.handoff = self.parked_s = None
         self.hands_off = False
         self.pages = []
         self.granted_slots = self.renew_at = 0
@@ -147,7 +149,7 @@ class LiveRequest:
     stats: RequestStats = field(default_factory=RequestStats)
     timeline: Timeline = field(default_factory=lambda: Timeline(arrived_s=0.0))
     stalled_since_s: float | None = None
-    handoff_s: float = 0.0
+    late_transfer_s: float = 0.0
     """Of stats.transfer_s, what came after the first token."""
     faults: int = 0
     """Steps that failed and workers that died under it since its last token."""
@@ -176,8 +178,13 @@ class LiveRequest:
         """KV of one of its sequences arrived, or did not; nothing of that one ran meanwhile, unless it is handed off
         while it is prefilled."""
         self.timeline.transfers.append(transfer)
-        if not transfer.is_handoff:
+        if transfer.is_handoff:
+            return
+        first_token_s = self.timeline.first_token_s
+        if first_token_s is None:
             self.stats.transfer_s += now - transfer.begun_s
+        else:
+            self.note_handoff(max(transfer.begun_s, first_token_s), now)
 
     def note_cached(self, num_tokens: int) -> None:
         """What a pull brought at the first admission is a cache hit as well."""
@@ -185,9 +192,9 @@ class LiveRequest:
             self.stats.cached_tokens = num_tokens
 
     def note_handoff(self, parked_s: float, now: float) -> None:
-        """It goes on decoding on another worker, after nothing of it ran since parked_s."""
+        """One of its sequences has had its first token, and nothing of it ran since parked_s while its KV moved."""
         self.stats.transfer_s += now - parked_s
-        self.handoff_s += now - parked_s
+        self.late_transfer_s += now - parked_s
 
     def note_stall(self, now: float) -> None:
         """One of its sequences waits again: a stall, if the client has read something already."""
@@ -202,7 +209,7 @@ class LiveRequest:
         if self.stalled_since_s is not None:
             stats.stall_s += now - self.stalled_since_s
         if timeline.first_token_s is not None:
-            stats.decode_s = max(0.0, now - timeline.first_token_s - stats.stall_s - self.handoff_s)
+            stats.decode_s = max(0.0, now - timeline.first_token_s - stats.stall_s - self.late_transfer_s)
         return TerminalReply(
             self.spec.request_id,
             error_code=error.code if error else None,

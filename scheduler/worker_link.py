@@ -93,6 +93,10 @@ class WorkerLink:
         self.epoch: Epoch | None = None
         """Of the session that is open."""
 
+    @property
+    def address(self) -> str:
+        return self._entry.address
+
     # -- what the registry and the service say -----------------------------------------------------------------
 
     def follow(self, entry: WorkerEntry | None) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 from redis.asyncio import Redis
 
+from kvstore.prefix_index import Holder
 from observability.tracing import Tracer
 from scheduler.clock import Clock
 from scheduler.commands import DispatchPlan
@@ -26,6 +28,13 @@ from wire.plan import ModelCard, WorkerInfo
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSession:
+    holder: Holder
+    address: str
+    """host:port."""
 
 
 class WorkerRegistry:
@@ -65,6 +74,14 @@ class WorkerRegistry:
         link = self._links.get(command.worker_id)
         if link is not None and link.epoch == command.epoch:
             link.send(command.plan)
+
+    def sessions(self) -> list[WorkerSession]:
+        """The open ones."""
+        return [
+            WorkerSession(Holder(worker_id, link.epoch), link.address)
+            for worker_id, link in self._links.items()
+            if link.epoch is not None
+        ]
 
     async def run(self) -> None:
         """Follow the registrations for ever; while Redis is away, the links stay as they are. Raises FenceLost."""

@@ -17,7 +17,20 @@ from scheduler.policy.step_time import StepTimeModel
 from scheduler.sequence import Sequence
 from wire.config import BatchingConfig
 from wire.ids import PageId, PlanId, PullId, SeqId, UnitHash
-from wire.plan import Decode, KvPull, PageCopy, PageGrant, PageUnits, Release, Role, StepPlan, StepReport, WorkerInfo
+from wire.plan import (
+    Decode,
+    KvPull,
+    PageCopy,
+    PageGrant,
+    PageUnits,
+    PrefillChunk,
+    Release,
+    Role,
+    StepPlan,
+    StepReport,
+    StepTiming,
+    WorkerInfo,
+)
 
 NEVER = 1 << 62
 """A position that no sequence reaches."""
@@ -45,6 +58,7 @@ class WorkerView:
         self.pool = PagePool(info.num_pages, info.page_size, info.unit_tokens)
         self.pool.adopt(residents)
         self.step_time = StepTimeModel()
+        self._unmeasured_chunks: list[PrefillChunk] = []  # of plans that the one reported next has joined
         self.running: dict[SeqId, Sequence] = {}  # in order of admission, as `prefilling` is
         self.prefilling: dict[SeqId, Sequence] = {}
         self.decoding: dict[SeqId, Sequence] = {}  # where they take turns: least recently stepped first
@@ -62,6 +76,7 @@ class WorkerView:
         self.pending_pins: list[PageId] = []
         self.pending_pulls: list[KvPull] = []
         self.pending_cancels: list[PullId] = []
+        self.pending_forgets: list[PageId] = []
         self.num_pulls = 0
         """Under way into this worker, whether somebody waits for them or not."""
         self.admission_barrier: PlanId | None = None
@@ -99,7 +114,7 @@ class WorkerView:
     @property
     def has_unsent(self) -> bool:
         """Something must be said to the worker, whether it steps or not."""
-        return bool(self.pending_releases or self.pending_pulls or self.pending_cancels)
+        return bool(self.pending_releases or self.pending_pulls or self.pending_cancels or self.pending_forgets)
 
     # -- sequences -------------------------------------------------------------------------------------------------
 
@@ -142,11 +157,13 @@ class WorkerView:
         else:
             self._start_decoding(seq)
 
-    def unpark(self, seq: Sequence) -> None:
-        """It is to be decoded here after all; what is not parked yet will never be."""
+    def unpark(self, seq: Sequence) -> bool:
+        """It is to be decoded here after all; False: it is not parked yet, and will never be."""
         seq.hands_off = False
-        if self.parked.pop(seq.seq_id, None) is not None:
-            self._start_decoding(seq)
+        if self.parked.pop(seq.seq_id, None) is None:
+            return False
+        self._start_decoding(seq)
+        return True
 
     def _start_decoding(self, seq: Sequence) -> None:
         self.decoding[seq.seq_id] = seq
@@ -203,12 +220,37 @@ class WorkerView:
 
     # -- plans -----------------------------------------------------------------------------------------------------
 
+    def joinable_plans(self) -> list[StepPlan]:
+        """The plan that is queued last and those that joined it, not begun as far as we know: another may join. Empty
+        where none may: there is none, a copy waits that may need what these compute, or a release that would keep one
+        of their chunks, which others count on already, from being computed."""
+        if self.pending_copies:
+            return []
+        queued: list[StepPlan] = []
+        released = {release.seq_id for release in self.pending_releases}
+        for flight in reversed(self.in_flight[1:]):  # the oldest runs
+            if not flight.plan.max_steps or flight.next_step:
+                return []
+            queued.insert(0, flight.plan)
+            if not released.isdisjoint(chunk.seq_id for chunk in flight.plan.prefill_chunks):
+                return []
+            if not flight.plan.joins:
+                return queued
+        return []
+
     def lease_left(self) -> int:
         """Steps the newest plan in flight may still run; 0 when none is in flight."""
         for flight in reversed(self.in_flight):
             if flight.plan.max_steps:
                 return flight.plan.max_steps - flight.next_step
         return 0
+
+    def observe_step(self, plan: StepPlan, timing: StepTiming | None) -> None:
+        """Learn from a plan's first step; without a timing, it shared the step of the plan reported next."""
+        self._unmeasured_chunks += plan.prefill_chunks
+        if timing is not None:
+            self.step_time.observe(self._unmeasured_chunks, timing)
+            self._unmeasured_chunks = []
 
     def accept_report(self, report: StepReport) -> InFlightPlan | None:
         """Advance the plans in flight; the report's own. None for one that is late, repeated or not ours: ignore it."""

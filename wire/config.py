@@ -35,7 +35,11 @@ class CellConfig:
     """What every service shares."""
 
     cell: str = env("CELL", "default", "Name of the cell: one scheduler and its workers.")
-    redis_url: str = env("REDIS_URL", "redis://127.0.0.1:6379/0", "The Redis or Valkey all services meet at.")
+    redis_url: str = env(
+        "REDIS_URL",
+        "redis://127.0.0.1:6379/0",
+        "The Redis or Valkey all services meet at, by itself, behind Sentinels or in a Cluster (docs/prefix-index.md).",
+    )
     log_level: str = env("LOG_LEVEL", "info", "Log level.", choices=("debug", "info", "warning", "error"))
 
 
@@ -54,16 +58,16 @@ class ModelConfig:
 
 
 MAX_SIMULATED_US = 10e6
-"""A part of a step that takes longer simulates nothing one could wait for."""
+"""A part of a step, or of a pull, that takes longer simulates nothing one could wait for."""
 
 
-def _simulated_us(name: str, help_text: str) -> Any:
-    return env(f"SIMULATED_{name}_US", 0.0, f"Simulated step: {help_text}, in µs.", minimum=0, maximum=MAX_SIMULATED_US)
+def _simulated_us(name: str, help_text: str, *, of: str = "step") -> Any:
+    return env(f"SIMULATED_{name}_US", 0.0, f"Simulated {of}: {help_text}, in µs.", minimum=0, maximum=MAX_SIMULATED_US)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """A worker without a model: fixed + max(weights + context, prefill + decode) per step."""
+    """A worker without a model: fixed + max(weights + context, prefill + decode) per step, fixed + units per pull."""
 
     simulate: bool = env(
         "SIMULATE",
@@ -75,6 +79,8 @@ class SimulationConfig:
     context_token_us: float = _simulated_us("CONTEXT_TOKEN", "of memory, each KV position read")
     prefill_token_us: float = _simulated_us("PREFILL_TOKEN", "of compute, each token of a prefill chunk")
     decode_token_us: float = _simulated_us("DECODE_TOKEN", "of compute, each decode")
+    pull_fixed_us: float = _simulated_us("PULL_FIXED", "what each takes, plus its units", of="pull of KV")
+    pull_unit_us: float = _simulated_us("PULL_UNIT", "each unit of 16 tokens", of="pull of KV")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +173,12 @@ class WorkerConfig:
     )
     num_pages: int | None = env("KV_PAGES", None, "KV pages; default: from KV_MEMORY_MB.", minimum=2)
     kv_memory_mb: int = env("KV_MEMORY_MB", 1024, "Memory of the KV pool in MiB when KV_PAGES is unset.", minimum=1)
+    kv_transport: str = env(
+        "KV_TRANSPORT",
+        "auto",
+        "How KV comes from another worker. auto: shared memory on one host, NIXL where installed, else gRPC.",
+        choices=("auto", "grpc"),
+    )
     threads: int | None = env("WORKER_THREADS", None, "Compute threads; default: all cores.", minimum=1)
 
     def __post_init__(self) -> None:
@@ -241,6 +253,12 @@ class SchedulerConfig:
     health_port: int = env("SCHEDULER_PORT", 0, "Port of the same; 0 picks a free one.", minimum=0, maximum=65535)
     no_worker_grace_s: float = env(
         "NO_WORKER_GRACE_S", 4.0, "With no worker, sequences wait this long, then end in an error.", minimum=0
+    )
+    index_audit_s: float = env(
+        "INDEX_AUDIT_S",
+        30.0,
+        "The prefix index is compared with Redis and with workers this often, and repaired; 0: never.",
+        minimum=0,
     )
     routing_seed: int = env("ROUTING_SEED", 0, "Seed of the stream that breaks routing ties.", minimum=0)
 

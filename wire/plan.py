@@ -203,6 +203,10 @@ class StepPlan:
     releases: list[Release] = field(default_factory=list)
     cancelled_pulls: list[PullId] = field(default_factory=list)
     """Nobody wants them any more: they end soon, in a PullReport all the same."""
+    forgotten_pages: list[PageId] = field(default_factory=list)
+    """Free ones that hold units only the worker knows of, by an audit: they are void, before anything else."""
+    joins: bool = False
+    """May share the first step of the plan before it, unless that has begun; its decodes are then those of both."""
 
 
 @dataclass(slots=True)

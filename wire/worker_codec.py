@@ -131,6 +131,8 @@ def encode_plan(p: StepPlan) -> pb.StepPlan:
         kv_pulls=[_encode_pull(k) for k in p.kv_pulls],
         releases=[pb.Release(seq_id=r.seq_id, incarnation=r.incarnation) for r in p.releases],
         cancelled_pulls=p.cancelled_pulls,
+        forgotten_pages=p.forgotten_pages,
+        joins=p.joins,
     )
 
 
@@ -180,6 +182,8 @@ def decode_plan(m: pb.StepPlan) -> StepPlan:
         kv_pulls=[_decode_pull(k) for k in m.kv_pulls],
         releases=[Release(SeqId(r.seq_id), r.incarnation) for r in m.releases],
         cancelled_pulls=[PullId(p) for p in m.cancelled_pulls],
+        forgotten_pages=[PageId(p) for p in m.forgotten_pages],
+        joins=m.joins,
     )
 
 

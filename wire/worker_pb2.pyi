@@ -29,6 +29,26 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ListUnitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """another than the worker's: FAILED_PRECONDITION"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListUnitsRequest: _TypeAlias = ListUnitsRequest  # noqa: Y015
+
+@_typing.final
 class ToWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -313,11 +333,15 @@ class StepPlan(_message.Message):
     RELEASES_FIELD_NUMBER: _builtins.int
     PLAIN_DECODES_FIELD_NUMBER: _builtins.int
     DECODES_AT_FIELD_NUMBER: _builtins.int
+    JOINS_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_PAGES_FIELD_NUMBER: _builtins.int
     CANCELLED_PULLS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     fence: _builtins.int
     max_steps: _builtins.int
     """lease; 0 = releases and copies only, no step"""
+    joins: _builtins.bool
+    """may share the first step of the plan before it, unless that has begun"""
     @_builtins.property
     def prefill_chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillChunk]:
         """first step only"""
@@ -345,6 +369,10 @@ class StepPlan(_message.Message):
         """where each of `decodes` stands among all, ascending"""
 
     @_builtins.property
+    def forgotten_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """free ones whose units only this worker knows of: they are void"""
+
+    @_builtins.property
     def cancelled_pulls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """nobody wants them any more; they end in a PullReport all the same"""
 
@@ -361,11 +389,13 @@ class StepPlan(_message.Message):
         releases: _abc.Iterable[Global___Release] | None = ...,
         plain_decodes: Global___PlainDecodes | None = ...,
         decodes_at: _abc.Iterable[_builtins.int] | None = ...,
+        joins: _builtins.bool = ...,
+        forgotten_pages: _abc.Iterable[_builtins.int] | None = ...,
         cancelled_pulls: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plain_decodes", b"plain_decodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_pulls", b"cancelled_pulls", "decodes", b"decodes", "decodes_at", b"decodes_at", "fence", b"fence", "kv_pulls", b"kv_pulls", "max_steps", b"max_steps", "page_copies", b"page_copies", "plain_decodes", b"plain_decodes", "plan_id", b"plan_id", "prefill_chunks", b"prefill_chunks", "releases", b"releases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_pulls", b"cancelled_pulls", "decodes", b"decodes", "decodes_at", b"decodes_at", "fence", b"fence", "forgotten_pages", b"forgotten_pages", "joins", b"joins", "kv_pulls", b"kv_pulls", "max_steps", b"max_steps", "page_copies", b"page_copies", "plain_decodes", b"plain_decodes", "plan_id", b"plan_id", "prefill_chunks", b"prefill_chunks", "releases", b"releases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=wire_dot_worker__pb2.ToWorker.SerializeToString,
                 response_deserializer=wire_dot_worker__pb2.ToScheduler.FromString,
                 _registered_method=True)
+        self.ListUnits = channel.unary_stream(
+                '/phasemesh.worker.v1.Worker/ListUnits',
+                request_serializer=wire_dot_worker__pb2.ListUnitsRequest.SerializeToString,
+                response_deserializer=wire_dot_worker__pb2.Residents.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -50,6 +55,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListUnits(self, request, context):
+        """What lies here now, for the audit of the prefix index: beside any session, and without one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=wire_dot_worker__pb2.ToWorker.FromString,
                     response_serializer=wire_dot_worker__pb2.ToScheduler.SerializeToString,
+            ),
+            'ListUnits': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListUnits,
+                    request_deserializer=wire_dot_worker__pb2.ListUnitsRequest.FromString,
+                    response_serializer=wire_dot_worker__pb2.Residents.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class Worker:
             '/phasemesh.worker.v1.Worker/Session',
             wire_dot_worker__pb2.ToWorker.SerializeToString,
             wire_dot_worker__pb2.ToScheduler.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUnits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/phasemesh.worker.v1.Worker/ListUnits',
+            wire_dot_worker__pb2.ListUnitsRequest.SerializeToString,
+            wire_dot_worker__pb2.Residents.FromString,
             options,
             channel_credentials,
             insecure,

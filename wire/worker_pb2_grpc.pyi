@@ -42,11 +42,15 @@ class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_worker_pb2.ToWorker, _worker_pb2.ToScheduler]
+    ListUnits: _grpc.UnaryStreamMultiCallable[_worker_pb2.ListUnitsRequest, _worker_pb2.Residents]
+    """What lies here now, for the audit of the prefix index: beside any session, and without one."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_worker_pb2.ToWorker, _worker_pb2.ToScheduler]  # type: ignore[assignment]
+    ListUnits: _aio.UnaryStreamMultiCallable[_worker_pb2.ListUnitsRequest, _worker_pb2.Residents]  # type: ignore[assignment]
+    """What lies here now, for the audit of the prefix index: beside any session, and without one."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -55,5 +59,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.ToWorker],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ToScheduler], _abc.AsyncIterator[_worker_pb2.ToScheduler]]: ...
+
+    @_abc_1.abstractmethod
+    def ListUnits(
+        self,
+        request: _worker_pb2.ListUnitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.Residents], _abc.AsyncIterator[_worker_pb2.Residents]]:
+        """What lies here now, for the audit of the prefix index: beside any session, and without one."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

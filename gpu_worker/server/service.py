@@ -11,7 +11,7 @@ import grpc
 
 from gpu_worker.executor import Executor
 from gpu_worker.grpc_status import status_of
-from gpu_worker.server.session import SchedulerSession, ServerContext, WorkerIdentity
+from gpu_worker.server.session import SchedulerSession, ServerContext, WorkerIdentity, residents_messages
 from gpu_worker.transfer.source import TransferSource
 from observability import names
 from observability.tracing import Span, Tracer
@@ -27,6 +27,10 @@ ATTACH_TIMEOUT_S = 5.0
 """A stream's first message must come this soon."""
 STOP_GRACE_S = 1.0
 MAX_MESSAGE_BYTES = 64 << 20
+LIST_MESSAGE_BYTES = 64 << 10
+"""Of a list of units: less than a millisecond of either event loop."""
+
+ListContext = grpc.aio.ServicerContext[pb.ListUnitsRequest, pb.Residents]
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -69,6 +73,16 @@ class WorkerService(pb_grpc.WorkerServicer):
         except MeshError as error:
             log.warning("session ended", extra={"peer": context.peer(), "code": error.code, "reason": error.message})
             await context.abort(status_of(error), error.message)
+
+    async def ListUnits(  # type: ignore[override]
+        self, request: pb.ListUnitsRequest, context: ListContext
+    ) -> None:
+        residents = await asyncio.to_thread(self._executor.residents)
+        epoch = self._executor.epoch
+        if request.epoch != epoch:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch {request.epoch}: it is {epoch} here")
+        for message in residents_messages(residents.pages, residents.tiers, max_bytes=LIST_MESSAGE_BYTES):
+            await context.write(message)
 
     def _admit(
         self, attach: pb.Attach, requests: AsyncIterator[pb.ToWorker], context: ServerContext

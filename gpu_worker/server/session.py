@@ -35,7 +35,6 @@ MAX_UNSENT_REPORTS = 4096
 
 _HASH_BYTES = 32 + 2  # with its protobuf tag and length
 _PAGE_BYTES = 16  # the rest of a PageUnits: tags, lengths and the page id
-_TIER_UNITS = (RESIDENTS_MESSAGE_BYTES - 64) // _HASH_BYTES
 
 ServerContext = grpc.aio.ServicerContext[pb.ToWorker, pb.ToScheduler]
 
@@ -150,17 +149,20 @@ def _message(report: WorkerReport) -> pb.ToScheduler:
             assert_never(report)
 
 
-def residents_messages(pages: list[PageUnits], tiers: Sequence[TierUnits] = ()) -> Iterator[pb.Residents]:
-    """Residents in messages of at most RESIDENTS_MESSAGE_BYTES; at least one, the last one marked."""
+def residents_messages(
+    pages: list[PageUnits], tiers: Sequence[TierUnits] = (), *, max_bytes: int = RESIDENTS_MESSAGE_BYTES
+) -> Iterator[pb.Residents]:
+    """Residents in messages of at most max_bytes; at least one, the last one marked."""
+    tier_units = (max_bytes - 64) // _HASH_BYTES
     for held in tiers:
-        for first in range(0, len(held.stored), _TIER_UNITS):
-            part = TierUnits(held.tier, held.stored[first : first + _TIER_UNITS])
+        for first in range(0, len(held.stored), tier_units):
+            part = TierUnits(held.tier, held.stored[first : first + tier_units])
             yield encode_residents([], [part], last=False)
     batch: list[PageUnits] = []
     batch_bytes = 0
     for page in pages:
         page_bytes = _PAGE_BYTES + _HASH_BYTES * len(page.unit_hashes)
-        if batch and batch_bytes + page_bytes > RESIDENTS_MESSAGE_BYTES - _PAGE_BYTES:
+        if batch and batch_bytes + page_bytes > max_bytes - _PAGE_BYTES:
             yield encode_residents(batch, last=False)
             batch, batch_bytes = [], 0
         batch.append(page)

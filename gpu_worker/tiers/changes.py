@@ -62,11 +62,17 @@ class ChangeLog:
             self._listener = listener
             for untold in self._untold.values():
                 untold.clear()
-            return [
-                part
-                for tier, contents in self._contents.items()
-                for part in _messages(tier, dict.fromkeys(contents, True))
-            ]
+            return self._all()
+
+    def contents(self) -> list[TierUnits]:
+        """The contents now; the listener goes on listening."""
+        with self._lock:
+            return self._all()
+
+    def _all(self) -> list[TierUnits]:
+        return [
+            part for tier, contents in self._contents.items() for part in _messages(tier, dict.fromkeys(contents, True))
+        ]
 
     def flush(self) -> None:
         """Tell the listener, at most one message a tier unless there are more than MAX_MESSAGE_UNITS changes."""

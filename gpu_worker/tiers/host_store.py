@@ -11,7 +11,7 @@ reuse while somebody reads it.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -43,17 +43,18 @@ class HostStore:
         on_change: OnChange = ignore_change,
         on_evicted: OnEvicted | None = None,
     ) -> None:
-        num_slots = len(arena) // slot_bytes
+        self._num_slots = num_slots = len(arena) // slot_bytes
         self.capacity = num_slots - spare_slots
         """Units it holds at most."""
         if self.capacity < 1:
             raise ValueError(f"arena of {len(arena)} bytes: {num_slots} slots, {spare_slots} of them to spare")
-        self._slots = [arena[i * slot_bytes : (i + 1) * slot_bytes] for i in range(num_slots)]
+        self._arena = arena
         self._slot_bytes = slot_bytes
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._unused = 0  # slots [unused, num_slots) were never used: small units make millions of slots
+        self._free: list[int] = []
         self._held: OrderedDict[UnitHash, int] = OrderedDict()  # least recently used first
-        self._is_held = [False] * num_slots
-        self._leases = [0] * num_slots
+        self._held_slots: set[int] = set()
+        self._leases: Counter[int] = Counter()
         self._on_change = on_change
         self._on_evicted = on_evicted
         self._lock = threading.RLock()  # a unit may be released by on_evicted
@@ -70,7 +71,7 @@ class HostStore:
         if slot is None:
             return False
         try:
-            fill(self._slots[slot])
+            fill(self._memory(slot))
         except BaseException:
             with self._lock:
                 self._free.append(slot)
@@ -80,7 +81,7 @@ class HostStore:
                 self._free.append(slot)
             else:
                 self._held[unit_hash] = slot
-                self._is_held[slot] = True
+                self._held_slots.add(slot)
                 self._on_change(unit_hash, True)
         return True
 
@@ -135,18 +136,28 @@ class HostStore:
         return True
 
     def _take_slot(self) -> int | None:
-        while len(self._held) >= self.capacity or not self._free:
+        while len(self._held) >= self.capacity or not self._has_free_slot:
             if not self._held:
                 return None
             unit_hash, slot = self._held.popitem(last=False)
             self._on_change(unit_hash, False)
             self._evict(unit_hash, slot)
-        return self._free.pop()
+        if self._free:
+            return self._free.pop()
+        self._unused += 1
+        return self._unused - 1
+
+    @property
+    def _has_free_slot(self) -> bool:
+        return bool(self._free) or self._unused < self._num_slots
+
+    def _memory(self, slot: int) -> memoryview:
+        return self._arena[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
 
     def _evict(self, unit_hash: UnitHash, slot: int) -> None:
         if self._on_evicted is None:
             self._let_go(slot)
-        elif self._free:  # the newcomer has a slot without this one
+        elif self._has_free_slot:  # the newcomer has a slot without this one
             unit = self._lease(slot)
             self._let_go(slot)
             self._on_evicted(unit_hash, unit)
@@ -156,16 +167,18 @@ class HostStore:
 
     def _let_go(self, slot: int) -> None:
         """No unit is held in it any more: it is free, or will be when its last reader is done."""
-        self._is_held[slot] = False
+        self._held_slots.remove(slot)
         if self._leases[slot] == 0:
             self._free.append(slot)
 
     def _lease(self, slot: int) -> StoredUnit:
         self._leases[slot] += 1
-        return StoredUnit(self._slots[slot], lambda: self._released(slot))
+        return StoredUnit(self._memory(slot), lambda: self._released(slot))
 
     def _released(self, slot: int) -> None:
         with self._lock:
             self._leases[slot] -= 1
-            if self._leases[slot] == 0 and not self._is_held[slot]:
-                self._free.append(slot)
+            if self._leases[slot] == 0:
+                del self._leases[slot]
+                if slot not in self._held_slots:
+                    self._free.append(slot)

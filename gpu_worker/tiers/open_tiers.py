@@ -8,15 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-
 from gpu_worker.tiers.changes import ChangeLog
 from gpu_worker.tiers.disk_store import DiskStore
 from gpu_worker.tiers.host_store import HostStore, OnEvicted
 from gpu_worker.tiers.port import LowerStore, OnChange
 from gpu_worker.tiers.redis_store import RedisStore
+from gpu_worker.tiers.redis_thread import RedisThread
 from gpu_worker.tiers.stack import TierStack
 from gpu_worker.tiers.unit_codec import Bytes, LowerTierDtype, PlainRows, UnitCodec, UnitLayout
 from gpu_worker.tiers.write_behind import WriteBehind
@@ -27,9 +24,6 @@ from wire.config import CellConfig, TierConfig
 from wire.errors import ConfigInvalid
 from wire.plan import Tier
 
-REDIS_TIMEOUT_S = 1.0
-"""To connect, and for each command: a pull waits so long at most before Redis counts as away."""
-REDIS_CONNECTIONS = 8
 _SLOT_ALIGN = 64
 _LEAVING_SHARE = 4
 _MAX_LEAVING = 256
@@ -116,7 +110,7 @@ def open_codec(kv_format: KvFormat, namespace: str, dtype: LowerTierDtype) -> Un
         return UnitCodec(layout, dtype, PlainRows(layout))
     from gpu_worker.tiers.quantized_rows import QUANTIZABLE, QuantizedRows  # torch, which simulated workers lack
 
-    if layout.dtype not in QUANTIZABLE:
+    if QUANTIZABLE.get(kv_format.dtype) != kv_format.element_bytes:  # simulated KV has its model's type, and no numbers
         raise ConfigInvalid(
             f"PHASEMESH_LOWER_TIER_DTYPE={dtype}: KV pages of {layout.dtype} cannot be rounded; "
             f"only {', '.join(QUANTIZABLE)}",
@@ -129,7 +123,12 @@ def open_arena(num_bytes: int, *, pinned: bool) -> memoryview:
     """Memory that costs nothing until written, or locked memory. Raises ConfigInvalid when there is none."""
     try:
         if not pinned:
-            return memoryview(mmap.mmap(-1, num_bytes))
+            arena = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Private, since shared memory gets no large pages: with small ones the compute thread, which touches a slot
+            # first, would wait longer for them than for the copy.
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                arena.madvise(mmap.MADV_HUGEPAGE)
+            return memoryview(arena)
         import torch
 
         locked: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
@@ -139,18 +138,6 @@ def open_arena(num_bytes: int, *, pinned: bool) -> memoryview:
             f"PHASEMESH_HOST_KV_MB: no {num_bytes / 2**20:.0f} MiB of host memory: {error}",
             param="PHASEMESH_HOST_KV_MB",
         ) from error
-
-
-def open_tier_redis(url: str) -> Redis:
-    """A client of its own, so that no value of megabytes stands before a heartbeat."""
-    return Redis.from_url(
-        url,
-        protocol=2,
-        socket_timeout=REDIS_TIMEOUT_S,
-        socket_connect_timeout=REDIS_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-        max_connections=REDIS_CONNECTIONS,
-    )
 
 
 def _check(config: TierConfig) -> None:
@@ -183,7 +170,7 @@ def lower_stores(config: TierConfig, cell: CellConfig, codec: UnitCodec) -> dict
 
     def open_redis(on_change: OnChange) -> LowerStore:
         return RedisStore(
-            open_tier_redis(cell.redis_url),
+            RedisThread(cell.redis_url, cell=cell.cell),
             cell=cell.cell,
             layout=codec.tag,
             encoded_bytes=codec.encoded_bytes,

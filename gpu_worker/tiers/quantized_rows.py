@@ -16,8 +16,8 @@ from gpu_worker.float8 import FLOAT8, quantize_rows
 from gpu_worker.tiers.unit_codec import Bytes, LowerTierDtype, UnitLayout
 
 _INT8_LARGEST = 127
-QUANTIZABLE = ("float32", "bfloat16", "float16")
-"""Types of device rows that are numbers, and not quantized already."""
+QUANTIZABLE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Types of device rows that are numbers, and not quantized already; bytes of an element."""
 _SMALLEST_SCALE = 2.0**-100
 """Of a row of zeros, where any would do but 0."""
 

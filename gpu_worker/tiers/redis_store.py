@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from redis import Redis
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gpu_worker.tiers.port import OnChange, StoredUnit, ignore_change
+from gpu_worker.tiers.redis_thread import RedisThread
 from wire import keys
 from wire.ids import UnitHash
 from wire.plan import Tier
@@ -90,7 +91,7 @@ end
 class RedisStore:
     """Implements port.LowerStore: at most budget_bytes of units in the whole cell, each for ttl_s.
 
-    client: of its own, with short timeouts: whoever reads waits for them once, then RETRY_AFTER_S for nothing.
+    redis: whoever reads waits for its timeout once, then RETRY_AFTER_S for nothing. Closed with the store.
     layout: codec's tag.
     """
 
@@ -98,7 +99,7 @@ class RedisStore:
 
     def __init__(
         self,
-        client: Redis,
+        redis: RedisThread,
         *,
         cell: str,
         layout: str,
@@ -108,7 +109,7 @@ class RedisStore:
         on_change: OnChange = ignore_change,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
+        self._redis = redis
         self._layout = layout
         self._prefix = keys.kv_unit(cell, "")
         self._accounts = [keys.kv_order(cell), keys.kv_total(cell)]
@@ -117,8 +118,6 @@ class RedisStore:
         self._ttl_ms = round(ttl_s * 1000)
         self._on_change = on_change
         self._clock = clock
-        self._store = client.register_script(_STORE)
-        self._remove = client.register_script(_REMOVE)
         self._lock = threading.Lock()
         self._held: dict[UnitHash, float] = {}  # by the time it was stored
         self._by_age: list[tuple[float, UnitHash]] = []  # a heap; a unit that is held no more is skipped
@@ -137,7 +136,7 @@ class RedisStore:
             if since is None:
                 name = self._name(unit_hash)
                 arguments: list[Any] = [self._prefix, name, encoded, self._ttl_ms, self._budget_bytes]
-                stored, since, oldest = self._store(self._accounts, arguments)
+                stored, since, oldest = self._redis.ask(lambda redis: _run(redis, _STORE, self._accounts, arguments))
                 if not stored:
                     return False
                 self._forget_older_than(float(oldest))
@@ -153,7 +152,7 @@ class RedisStore:
         if self._is_away() or unit_hash in self._unwanted:
             return None
         try:
-            value: Any = self._client.get(self._prefix + self._name(unit_hash))
+            value: Any = self._redis.ask(lambda redis: redis.get(self._key(unit_hash)))
         except _AWAY as error:
             self._went_away(error)
             return None
@@ -167,15 +166,12 @@ class RedisStore:
         """Redis is asked, so that what other workers stored is found too."""
         if self._is_away() or not unit_hashes:
             return [False] * len(unit_hashes)
-        pipe = self._client.pipeline(transaction=False)
-        for unit_hash in unit_hashes:
-            pipe.exists(self._prefix + self._name(unit_hash))
         try:
-            found = pipe.execute()
+            found = self._redis.ask(lambda redis: _exist(redis, [self._key(unit_hash) for unit_hash in unit_hashes]))
         except _AWAY as error:
             self._went_away(error)
             return [False] * len(unit_hashes)
-        return [bool(one) and h not in self._unwanted for one, h in zip(found, unit_hashes, strict=True)]
+        return [one and h not in self._unwanted for one, h in zip(found, unit_hashes, strict=True)]
 
     def drop(self, unit_hash: UnitHash) -> None:
         """Its key goes at the next put or upkeep."""
@@ -196,16 +192,12 @@ class RedisStore:
         try:
             self._adopt()
             self._remove_unwanted()
-            pipe = self._client.pipeline(transaction=False)
-            pipe.time()
-            pipe.zrange(self._accounts[0], 0, 0, withscores=True)
-            (seconds, micros), oldest = pipe.execute()
+            now, oldest = self._redis.ask(lambda redis: _now_and_oldest(redis, self._accounts[0]))
         except _AWAY as error:
             self._went_away(error)
             return
         self._retry_at_s = 0.0
-        expired = seconds * 1_000_000 + micros - self._ttl_ms * 1000
-        self._forget_older_than(max(oldest[0][1], expired) if oldest else math.inf)
+        self._forget_older_than(max(oldest, now - self._ttl_ms * 1000))
 
     def contents(self) -> list[UnitHash]:
         """What this worker stored, or found at start."""
@@ -221,7 +213,10 @@ class RedisStore:
         return len(self._held) * self._encoded_bytes
 
     def close(self) -> None:
-        self._client.close()
+        self._redis.close()
+
+    def _key(self, unit_hash: UnitHash) -> str:
+        return self._prefix + self._name(unit_hash)
 
     def _name(self, unit_hash: UnitHash) -> str:
         return f"{self._layout}:{unit_hash.hex()}"
@@ -231,17 +226,15 @@ class RedisStore:
 
     def _stored_since(self, unit_hash: UnitHash) -> float | None:
         """When a unit that is in Redis was stored, by anyone; None: it is not, or nobody counts it."""
-        pipe = self._client.pipeline(transaction=False)
-        pipe.exists(self._prefix + self._name(unit_hash))
-        pipe.zscore(self._accounts[0], self._member(unit_hash))
-        is_there, since = pipe.execute()
-        return since if is_there else None
+        value, order, member = self._key(unit_hash), self._accounts[0], self._member(unit_hash)
+        return self._redis.ask(lambda redis: _since(redis, value, order, member))
 
     def _adopt(self) -> None:
         """Once: units of this layout that lie there already."""
         if self._adopted:
             return
-        found: Any = self._client.zrange(self._accounts[0], 0, ADOPTED_AT_MOST - 1, withscores=True)
+        order = self._accounts[0]
+        found: Any = self._redis.ask(lambda redis: redis.zrange(order, 0, ADOPTED_AT_MOST - 1, withscores=True))
         with self._lock:
             for member, since in found:
                 layout, _, rest = member.decode(errors="replace").partition(":")
@@ -253,7 +246,8 @@ class RedisStore:
         with self._lock:
             unwanted = list(self._unwanted)
         if unwanted:
-            self._remove(self._accounts, [self._prefix, *(self._member(unit_hash) for unit_hash in unwanted)])
+            arguments = [self._prefix, *(self._member(unit_hash) for unit_hash in unwanted)]
+            self._redis.ask(lambda redis: _run(redis, _REMOVE, self._accounts, arguments))
         with self._lock:
             for unit_hash in unwanted:
                 del self._unwanted[unit_hash]
@@ -284,3 +278,31 @@ class RedisStore:
         if self._retry_at_s == 0:
             log.warning("Redis is away: what it holds of KV is a miss meanwhile", extra={"error": repr(error)})
         self._retry_at_s = self._clock() + RETRY_AFTER_S
+
+
+async def _run(redis: Redis, script: str, key_names: list[str], arguments: list[Any]) -> Any:
+    return await redis.register_script(script)(key_names, arguments)
+
+
+async def _exist(redis: Redis, key_names: list[str]) -> list[bool]:
+    async with redis.pipeline(transaction=False) as pipe:
+        for name in key_names:
+            pipe.exists(name)
+        return [bool(found) for found in await pipe.execute()]
+
+
+async def _since(redis: Redis, value: str, order: str, member: str) -> float | None:
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.exists(value)
+        pipe.zscore(order, member)
+        is_there, since = await pipe.execute()
+    return since if is_there else None
+
+
+async def _now_and_oldest(redis: Redis, order: str) -> tuple[float, float]:
+    """µs since 1970: Redis's clock, and when the oldest unit was stored; inf when there is none."""
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.time()
+        pipe.zrange(order, 0, 0, withscores=True)
+        (seconds, micros), oldest = await pipe.execute()
+    return seconds * 1_000_000 + micros, oldest[0][1] if oldest else math.inf

@@ -110,6 +110,10 @@ class TierStack:
             return unit.reshape(self._kv.format.num_layers, 2, -1)
         return None
 
+    def contents(self) -> list[TierUnits]:
+        """What is here now; whoever listens goes on listening."""
+        return self._changes.contents()
+
     def subscribe(self, listener: Callable[[TierUnits], None]) -> list[TierUnits]:
         """What is here now; every later change goes to `listener`, in order, and no longer to the one before it."""
         return self._changes.subscribe(listener)

@@ -37,8 +37,8 @@ class WriteBehind:
     def stop(self) -> None:
         with self._changed:
             self._stopping = True
-            self._drop_queued()
             self._changed.notify_all()
+        self._drop_queued()
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning(
@@ -48,19 +48,18 @@ class WriteBehind:
     def offer(self, unit_hash: UnitHash, unit: StoredUnit) -> None:
         """Store it later, and release it."""
         with self._changed:
-            if self._stopping:
-                unit.release()
+            if not self._stopping:
+                self._queue.append((unit_hash, unit))
+                self._changed.notify_all()
                 return
-            self._queue.append((unit_hash, unit))
-            self._changed.notify_all()
+        unit.release()
 
     def clear(self) -> None:
         """Neither what is stored nor what is queued is to be trusted. What is being written is dropped after it was."""
+        self._drop_queued()
         with self._changed:
-            self._drop_queued()
             self._changed.wait_for(lambda: not self._is_busy)
             self.store.clear()
-            self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything offered so far is written, or timeout_s have passed (False)."""
@@ -68,8 +67,12 @@ class WriteBehind:
             return self._changed.wait_for(lambda: not self._queue and not self._is_busy, timeout_s)
 
     def _drop_queued(self) -> None:
-        while self._queue:
-            self._queue.popleft()[1].release()
+        with self._changed:
+            dropped = list(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        for _, unit in dropped:  # not under our lock: who evicts holds the host's, and then wants ours
+            unit.release()
 
     def _serve(self) -> None:
         upkeep_due_s = time.monotonic()
@@ -84,9 +87,9 @@ class WriteBehind:
                 if job is not None:
                     self._write(*job)
                 if time.monotonic() >= upkeep_due_s:
+                    upkeep_due_s = time.monotonic() + UPKEEP_INTERVAL_S
                     self.store.upkeep()
                     self._metrics.set_contents(self.store.tier, self.store.num_units, self.store.num_bytes)
-                    upkeep_due_s = time.monotonic() + UPKEEP_INTERVAL_S
             except Exception:  # a store's defect costs that unit, not the tier
                 log.exception("the tier failed", extra={"tier": self.store.tier})
             finally:
@@ -96,5 +99,7 @@ class WriteBehind:
 
     def _write(self, unit_hash: UnitHash, unit: StoredUnit) -> None:
         with unit:
-            if not self.store.put(unit_hash, unit.encoded):
+            if self.store.put(unit_hash, unit.encoded):
+                self._metrics.saved(self.store.tier)
+            else:
                 self._metrics.dropped(self.store.tier)

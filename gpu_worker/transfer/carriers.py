@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -13,7 +14,7 @@ from gpu_worker.transfer.host_id import host_id
 from gpu_worker.transfer.host_pages import HostPages
 from gpu_worker.transfer.messages import decode_chunk, encode_format
 from gpu_worker.transfer.nixl import NixlEndpoint, NixlReader
-from gpu_worker.transfer.port import KvPages, LowerTiers
+from gpu_worker.transfer.port import KvPages, LowerTiers, UnitPlace
 from gpu_worker.transfer.pull import Pull
 from gpu_worker.transfer.shm import PoolMaps, PoolReader
 from gpu_worker.transfer.transports import GRPC, NIXL, SHM, MemoryReader
@@ -89,6 +90,7 @@ class RemoteCarrier:
         self._lock = threading.Lock()
 
     def close(self) -> None:
+        self._maps.clear()
         for channel in self._channels.values():
             channel.close()
 
@@ -112,11 +114,12 @@ class RemoteCarrier:
             pull.heard()
             pull.transport = offer.transport
             if offer.transport != GRPC:
-                reader = self._reader(pull, stub, offer)
+                positions = list(offer.in_pages.positions)
+                reader = self._reader(pull, stub, offer, [pull.places[position] for position in positions])
                 if reader is None:
                     call.cancel()
                     return False
-                self._read_memory(pull, reader, list(offer.in_pages.positions))
+                self._read_memory(pull, reader, positions)
             for part in parts:
                 self._store(pull, part.chunk)
         except grpc.RpcError as error:
@@ -136,26 +139,27 @@ class RemoteCarrier:
             unit_hashes=pull.request.unit_hashes,
             host_id=self._host_id,
             transports=transports,
-            lease_ms=pull.request.lease_ms,
+            lease_ms=int(pull.lease_s * 1000),
         )
 
-    def _reader(self, pull: Pull, stub: pb_grpc.KvTransferStub, offer: pb.Offer) -> MemoryReader | None:
+    def _reader(
+        self, pull: Pull, stub: pb_grpc.KvTransferStub, offer: pb.Offer, places: Sequence[UnitPlace]
+    ) -> MemoryReader | None:
         try:
             if offer.transport == SHM and isinstance(self._kv, HostPages):
-                return PoolReader(self._kv, offer, self._maps)
+                return PoolReader(self._kv, offer, places, self._maps)
             if offer.transport == NIXL and self._endpoint is not None:
                 confirm = _confirmation(pull, stub, offer)
-                return NixlReader(self._endpoint, offer, confirm, lambda: pull.is_ending)
+                return NixlReader(self._endpoint, offer, places, confirm, lambda: pull.is_ending)
         except (OSError, ValueError) as error:  # another pid namespace, another user, a pool that is gone
             log.info("the source's memory cannot be reached; by gRPC", extra={"reason": str(error)})
         return None
 
     def _read_memory(self, pull: Pull, reader: MemoryReader, positions: list[int]) -> None:
-        places = [pull.places[position] for position in positions]
         num_layers = self._kv.format.num_layers
         try:
             for layer in range(num_layers):
-                pull.copy(lambda layer=layer: reader.copy(layer, places))  # type: ignore[misc]  # mypy sees no default
+                pull.copy(partial(reader.copy, layer))
                 self._after_copy(layer)
                 if reader.sees_generations or layer + 1 == num_layers:
                     self._check(reader, layer)

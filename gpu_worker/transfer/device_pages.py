@@ -72,7 +72,8 @@ class DevicePages:
     @torch.no_grad()
     def write(self, layer: int, places: Sequence[UnitPlace], data: Bytes) -> None:
         """Store one layer of units, as `read` gave it; done when this returns."""
-        pinned = torch.from_numpy(data).pin_memory()
+        pinned = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+        pinned.numpy()[:] = data
         with self._lock, torch.cuda.stream(self._stream):
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
             units = self._units(places)

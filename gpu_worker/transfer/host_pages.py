@@ -85,6 +85,13 @@ def pool_units(kv_format: KvFormat, layout: PoolLayout, pool: memoryview) -> tup
     return keys, values
 
 
+def common_runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first index, second index, length) of each stretch that is consecutive in both."""
+    for at, index, count in runs(first):
+        for offset, other, length in runs(second[at : at + count]):
+            yield index + offset, other, length
+
+
 def runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(position in `indices`, first index, length) of each stretch of consecutive indices."""
     begun = 0

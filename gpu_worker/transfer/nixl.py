@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from gpu_worker.transfer.host_pages import runs
+from gpu_worker.transfer.host_pages import common_runs
 from gpu_worker.transfer.port import KvPages, UnitPlace
 from wire import transfer_pb2 as pb
 from wire.errors import TransferFailed
@@ -97,31 +97,37 @@ class NixlReader:
     sees_generations = False
 
     def __init__(
-        self, endpoint: NixlEndpoint, offer: pb.Offer, confirm: Callable[[], bool], stopped: Callable[[], bool]
+        self,
+        endpoint: NixlEndpoint,
+        offer: pb.Offer,
+        places: Sequence[UnitPlace],
+        confirm: Callable[[], bool],
+        stopped: Callable[[], bool],
     ) -> None:
-        """confirm: asks the source about its generations. stopped: the pull is over, so that nobody waits on."""
+        """places: of the offered units, in their order. confirm: asks the source about its generations. stopped: the
+        pull is over, so that nobody waits on."""
         self._pages = endpoint.pages
         self._endpoint = endpoint
         self._agent = endpoint.agent
         self._there = offer.nixl
-        self._unit_indices = list(offer.in_pages.unit_indices)
+        indices = [self._pages.unit_index(place) for place in places]
+        self._pieces = list(common_runs(indices, [*offer.in_pages.unit_indices]))
         self._confirm = confirm
         self._stopped = stopped
         self._remote = endpoint.add_remote(self._there.metadata)
 
-    def copy(self, layer: int, places: Sequence[UnitPlace]) -> None:
-        """Bring one layer of the offered units to places, in the offer's order. Raises TransferFailed."""
+    def copy(self, layer: int) -> None:
+        """Bring one layer of the offered units to where they go. Raises TransferFailed."""
         unit = self._pages.format.unit_layer_bytes
         num_layers = self._pages.format.num_layers
         here = [start + layer * (self._pages.half_bytes // num_layers) for start in self._pages.half_addresses]
         remote_starts = (self._there.keys_address, self._there.values_address)
         there = [start + layer * (self._there.half_bytes // num_layers) for start in remote_starts]
         local, remote = [], []
-        for at, target, count in runs([self._pages.unit_index(place) for place in places]):
-            for offset, source, length in runs(self._unit_indices[at : at + count]):
-                for ours, theirs in zip(here, there, strict=True):
-                    local.append((ours + (target + offset) * unit, length * unit, self._pages.device_id))
-                    remote.append((theirs + source * unit, length * unit, self._there.device_id))
+        for target, source, count in self._pieces:
+            for ours, theirs in zip(here, there, strict=True):
+                local.append((ours + target * unit, count * unit, self._pages.device_id))
+                remote.append((theirs + source * unit, count * unit, self._there.device_id))
         self._read(local, remote)
 
     def _read(self, local: list[_Region], remote: list[_Region]) -> None:

@@ -14,7 +14,7 @@ from gpu_worker.transfer.nixl import AddressedPages, NixlEndpoint
 from gpu_worker.transfer.port import KvPages, LowerTiers
 from gpu_worker.transfer.puller import TransferPuller
 from gpu_worker.transfer.source import TransferSource
-from gpu_worker.transfer.transports import GRPC, NIXL, SHM, available_transports
+from gpu_worker.transfer.transports import GRPC, NIXL, TRANSPORTS, available_transports
 from wire.ids import WorkerId
 
 log = logging.getLogger("gpu_worker.transfer")
@@ -52,7 +52,7 @@ def open_plane(
     worker_id: WorkerId,
     namespace: str,
     tiers: LowerTiers | None = None,
-    only: Sequence[str] = (SHM, NIXL, GRPC),
+    only: Sequence[str] = TRANSPORTS,
     after_copy: Callable[[int], None] = lambda layer: None,
 ) -> Iterator[TransferPlane]:
     """To be entered before the executor and the server, and left after them.

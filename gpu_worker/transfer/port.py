@@ -115,6 +115,10 @@ class LowerTiers(Protocol):
         """One unit in all layers, checked: [num_layers, 2, unit_layer_bytes]. None: it is gone, or was damaged."""
         ...
 
+    def contents(self) -> list[TierUnits]:
+        """What is here now; whoever listens goes on listening."""
+        ...
+
     def subscribe(self, listener: Callable[[TierUnits], None]) -> list[TierUnits]:
         """What is here now; every later change goes to `listener`, in order, and no longer to the one before it."""
         ...

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpu_worker.transfer.host_pages import HostPages, pool_units, runs
+from gpu_worker.transfer.host_pages import HostPages, common_runs, pool_units
 from gpu_worker.transfer.messages import decode_pool
 from gpu_worker.transfer.port import UnitPlace
 from gpu_worker.transfer.shared_pool import PoolAddress, PoolLayout, open_pool
@@ -26,9 +26,6 @@ class PoolMaps:
         self._lock = threading.Lock()
         self._maps: OrderedDict[PoolAddress, memoryview] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._maps)
-
     def get(self, address: PoolAddress, layout: PoolLayout) -> memoryview:
         """Raises OSError or ValueError as open_pool does."""
         with self._lock:
@@ -39,6 +36,10 @@ class PoolMaps:
             while len(self._maps) > MAX_MAPPED:
                 self._maps.popitem(last=False)
             return pool
+
+    def clear(self) -> None:
+        with self._lock:
+            self._maps.clear()
 
     def drop_dead(self) -> None:
         """Unmap those whose process is gone, for their memory is not freed before."""
@@ -52,30 +53,28 @@ class PoolReader:
 
     sees_generations = True
 
-    def __init__(self, pages: HostPages, offer: pb.Offer, maps: PoolMaps) -> None:
-        """Raises OSError or ValueError when the pool that `offer` names cannot be mapped."""
+    def __init__(self, pages: HostPages, offer: pb.Offer, places: Sequence[UnitPlace], maps: PoolMaps) -> None:
+        """places: of the offered units, in their order. Raises OSError or ValueError when the pool that `offer` names
+        cannot be mapped."""
         address, layout = decode_pool(offer.shared_pool)
         pool = maps.get(address, layout)
-        self._pages = pages
-        self._halves = pool_units(pages.format, layout, pool)
-        self._unit_indices = list(offer.in_pages.unit_indices)
+        self._halves = list(zip(pages.halves, pool_units(pages.format, layout, pool), strict=True))
+        self._pieces = list(common_runs([*map(pages.unit_index, places)], [*offer.in_pages.unit_indices]))
         self._page_ids = np.array(offer.in_pages.page_ids, np.int64)
         self._offered = np.array(offer.in_pages.generations, np.uint64)
         self._generations = np.frombuffer(pool, np.uint64, layout.num_pages, layout.generations)
 
-    def copy(self, layer: int, places: Sequence[UnitPlace]) -> None:
-        """Bring one layer of the offered units to places, in the offer's order."""
-        sources = self._unit_indices
-        targets = [self._pages.unit_index(place) for place in places]
-        for at, target, count in runs(targets):
-            for offset, source, length in runs(sources[at : at + count]):
-                begin = target + offset
-                for ours, theirs in zip(self._pages.halves, self._halves, strict=True):
-                    ours[layer, begin : begin + length] = theirs[layer, source : source + length]
+    def copy(self, layer: int) -> None:
+        """Bring one layer of the offered units to where they go."""
+        for ours, theirs in self._halves:
+            to, source = ours[layer], theirs[layer]
+            for begin, first, count in self._pieces:
+                to[begin : begin + count] = source[first : first + count]
 
     def unchanged(self) -> bool:
         """No page of the offer got a new owner so far."""
         return bool((self._generations[self._page_ids] == self._offered).all())
 
     def close(self) -> None:
-        """The mapping stays, for the next pull."""
+        """The mapping stays, for the next pull, and for as long as PoolMaps wants it: not for some traceback's sake."""
+        del self._halves, self._generations

@@ -132,7 +132,9 @@ class TransferSource(pb_grpc.KvTransferServicer):
         return self._kv
 
     async def _serve(self, kv: KvPages, request: pb.PullRequest, context: Context, lease_s: float) -> None:
-        held = self._find([UnitHash(unit_hash) for unit_hash in request.unit_hashes])
+        unit_hashes = [UnitHash(unit_hash) for unit_hash in request.unit_hashes]
+        loop = asyncio.get_running_loop()
+        held = await loop.run_in_executor(self._threads, self._find, unit_hashes)
         same_host = request.host_id == self._host_id != ""
         transport = choose_transport(request.transports, self._transports, same_host=same_host)
         offer = self._offer(kv, held, transport)

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gpu_worker.transfer.host_pages import HostPages
-from gpu_worker.transfer.port import KvPages, UnitPlace
+from gpu_worker.transfer.port import KvPages
 
 SHM, NIXL, GRPC = "shm", "nixl", "grpc"
+TRANSPORTS = (SHM, NIXL, GRPC)
+"""Best first."""
 
 _STRONGLY_ORDERED = ("x86_64", "AMD64", "i686")
 """Where a core's loads are seen in order, and so are another's stores: pages, then generations, without a fence of our
@@ -25,8 +27,8 @@ class MemoryReader(Protocol):
         """`unchanged` costs next to nothing, and is worth asking after every layer."""
         ...
 
-    def copy(self, layer: int, places: Sequence[UnitPlace]) -> None:
-        """Bring one layer of the offered units to places, in the offer's order."""
+    def copy(self, layer: int) -> None:
+        """Bring one layer of the offered units to where they go."""
         ...
 
     def unchanged(self) -> bool:
@@ -37,14 +39,14 @@ class MemoryReader(Protocol):
     def close(self) -> None: ...
 
 
-def available_transports(kv: KvPages, only: Sequence[str] = (SHM, NIXL, GRPC)) -> tuple[str, ...]:
+def available_transports(kv: KvPages, only: Sequence[str] = TRANSPORTS) -> tuple[str, ...]:
     """Those a worker with these pages can use, best first; grpc always."""
     usable = {
         SHM: isinstance(kv, HostPages) and kv.pool_address is not None and platform.machine() in _STRONGLY_ORDERED,
         NIXL: importlib.util.find_spec("nixl") is not None,
         GRPC: True,
     }
-    return tuple(name for name in (SHM, NIXL, GRPC) if usable[name] and (name in only or name == GRPC))
+    return tuple(name for name in TRANSPORTS if usable[name] and (name in only or name == GRPC))
 
 
 def choose_transport(asked: Sequence[str], offered: Sequence[str], *, same_host: bool) -> str:

@@ -6,6 +6,9 @@ More decodes than the budget holds take turns, step by step, beside one minimum 
 A worker repeats a plan's decodes by itself for up to max_lease_steps, so a plan is sent only when it differs from
 "repeat": there is a chunk to run, something to release, pages to grant, or the lease runs out. Chunks run in a plan's
 first step only, so that is the step whose time the target bounds.
+
+A prompt that comes while a plan is still queued behind the running step joins that plan's step, as far as the step has
+room, instead of waiting for one of its own (docs/adr/0011).
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from wire.config import BatchingConfig
 from wire.ids import UNIT_TOKENS, Fence, PageId, PlanId, SeqId, UnitHash
 from wire.plan import Child, Decode, PageGrant, PrefillChunk, SequenceStart, StepPlan
 
+MAX_JOINED = 8
+"""Plans that join one: more wait for its report."""
+
 
 class PlanBuilder:
     def __init__(self, config: BatchingConfig, fence: Fence, preempt: Callable[[Sequence], None]) -> None:
@@ -35,12 +41,12 @@ class PlanBuilder:
     def next_plan(self, worker: WorkerView) -> StepPlan | None:
         """The plan to send now, already entered into the worker's plans in flight; None when "repeat" will do."""
         if worker.num_step_plans >= self._config.max_queued_plans:
-            return self._send(worker, [], [], max_steps=0) if worker.has_unsent else None
+            return self._joining_plan(worker) or (self._send(worker, [], []) if worker.has_unsent else None)
         preempted = self._make_room_for_decodes(worker)
         stepped = self._next_decodes(worker)
         takes_turns = len(stepped) < len(worker.decoding)
         is_short = bool(stepped) and (takes_turns or self._repeat_is_short(worker))
-        chunks, joining = self._cut_chunks(worker, len(stepped)) if worker.prefilling else ([], [])
+        chunks, joining = self._cut_chunks(worker, len(stepped), []) if worker.prefilling else ([], [])
         if not (chunks or worker.has_unsent or is_short):
             return None
         decodes = self._decode_entries(worker, stepped)
@@ -48,32 +54,56 @@ class PlanBuilder:
             worker.rotate(stepped)
         for seq in joining:
             worker.end_prefilling(seq)
-        # A chunk that ends its prompt decodes in the plan's further steps: not where another worker is to decode it.
-        once = takes_turns or any(seq.hands_off for seq in joining)
-        lease = 1 if once else self._config.max_lease_steps
-        plan = self._send(worker, chunks, decodes, lease if decodes or chunks else 0)
+        plan = self._send(worker, chunks, decodes, once=takes_turns or _end_here(joining))
         if preempted:
             worker.admission_barrier = plan.plan_id
         return plan
 
-    def _send(self, worker: WorkerView, chunks: list[PrefillChunk], decodes: list[Decode], max_steps: int) -> StepPlan:
+    def _joining_plan(self, worker: WorkerView) -> StepPlan | None:
+        """Chunks for the step of the plan that is queued last, if it has not begun and has room for them."""
+        queued = worker.joinable_plans()
+        if not queued or len(queued) > MAX_JOINED or not worker.prefilling:
+            return None
+        if len(worker.decoding) > self._config.step_token_budget - self._min_chunk:
+            return None  # they take turns
+        chunks, joining = self._cut_chunks(worker, len(worker.decoding), queued)
+        if not chunks:
+            return None
+        decodes = self._decode_entries(worker, worker.decoding)
+        for seq in joining:
+            worker.end_prefilling(seq)
+        return self._send(worker, chunks, decodes, once=_end_here(joining), joins=True)
+
+    def _send(
+        self,
+        worker: WorkerView,
+        chunks: list[PrefillChunk],
+        decodes: list[Decode],
+        *,
+        once: bool = False,
+        joins: bool = False,
+    ) -> StepPlan:
         self._last_plan_id += 1
+        lease = 1 if once else self._config.max_lease_steps
         plan = StepPlan(
             plan_id=PlanId(self._last_plan_id),
             fence=self._fence,
             prefill_chunks=chunks,
             decodes=decodes,
-            max_steps=max_steps,
+            max_steps=lease if decodes or chunks else 0,
             kv_pulls=worker.pending_pulls,
             releases=worker.pending_releases,
             cancelled_pulls=worker.pending_cancels,
+            forgotten_pages=worker.pending_forgets,
+            joins=joins,
         )
         flight = InFlightPlan(plan)
-        # A copy that waits may aim at a page that was given up since, and is a pull's now: it goes first.
-        if max_steps or plan.kv_pulls:
-            plan.page_copies, flight.pinned = worker.pending_copies, worker.pending_pins
-            worker.pending_copies, worker.pending_pins = [], []
+        # A copy goes with the next plan, whatever that is: its source is held until then, and its target may have been
+        # given up since and be a pull's.
+        plan.page_copies, flight.pinned = worker.pending_copies, worker.pending_pins
+        worker.pending_copies, worker.pending_pins = [], []
         worker.pending_pulls, worker.pending_releases, worker.pending_cancels = [], [], []
+        worker.pending_forgets = []
         worker.in_flight.append(flight)
         for chunk in chunks:  # later plans of this worker may reuse what these compute: they run in order
             seq = worker.running[chunk.seq_id]
@@ -92,6 +122,8 @@ class PlanBuilder:
 
     def _repeat_is_short(self, worker: WorkerView) -> bool:
         """Whether the newest lease ends, or a decode reaches its last slot, within half a lease."""
+        if not worker.pool.num_available and worker.num_stalled() == len(worker.decoding):
+            return False  # none could take a step: whoever gives pages back has the worker planned again
         if worker.lease_left() <= worker.half_lease:
             return True
         return bool(worker.urgent) and worker.pool.num_available > 0
@@ -110,20 +142,27 @@ class PlanBuilder:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def _cut_chunks(self, worker: WorkerView, num_decodes: int) -> tuple[list[PrefillChunk], list[Sequence]]:
-        """Chunks of the prefilling sequences, oldest admission first, cut to the budget; and whose last one it is."""
+    def _cut_chunks(
+        self, worker: WorkerView, num_decodes: int, queued: list[StepPlan]
+    ) -> tuple[list[PrefillChunk], list[Sequence]]:
+        """Chunks of the prefilling sequences, oldest admission first, cut to what the budget and the chunks of `queued`
+        plans leave; and whose last one it is."""
         chunks: list[PrefillChunk] = []
         joining: list[Sequence] = []
-        budget = self._config.step_token_budget - num_decodes
+        before = [chunk for plan in queued for chunk in plan.prefill_chunks]
+        budget = self._config.step_token_budget - num_decodes - sum(chunk.num_tokens for chunk in before)
         work = StepWork(num_decodes, decode_context=worker.step_time.decode_context)
+        for chunk in before:
+            work.add_chunk(chunk.start_pos, chunk.num_tokens)
+        has_chunk = {chunk.seq_id for chunk in before}
         for seq in worker.prefilling.values():
             left = seq.prefill_end - seq.num_dispatched
             count = min(left, budget)
             if self._target_us is not None:
                 fits = worker.step_time.chunk_that_fits(work, seq.num_dispatched, self._target_us)
                 # The first chunk is never smaller than the minimum: prefill does not wait for an easier target.
-                count = min(count, fits if chunks else max(fits, self._min_chunk))
-            if count < min(left, self._min_chunk):
+                count = min(count, fits if chunks or before else max(fits, self._min_chunk))
+            if count < min(left, self._min_chunk) or seq.seq_id in has_chunk:
                 break
             chunks.append(_chunk(seq, count, first=seq.num_dispatched == seq.num_cached))
             work.add_chunk(seq.num_dispatched, count)
@@ -132,6 +171,11 @@ class PlanBuilder:
             if count == left:
                 joining.append(seq)
         return chunks, joining
+
+
+def _end_here(joining: list[Sequence]) -> bool:
+    """A chunk that ends its prompt decodes in the plan's further steps: not where another worker is to decode it."""
+    return any(seq.hands_off for seq in joining)
 
 
 def _preempted_first(seq: Sequence) -> tuple[int, int, int]:

@@ -5,6 +5,9 @@
 
 The decode worker pulls what is computed while the next chunk runs, whole pages of its own at a time. What follows the
 last full unit, the first token included, it computes itself: less than a unit, and a transfer less.
+
+A sequence that is prefilled and finds no room goes before whatever waits for the same decode workers: nothing is
+admitted there meanwhile, so that small ones do not take, one by one, the room that a large one waits for.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from scheduler.policy.placement import take_pages
+from scheduler.policy.pool_queues import Pools
 from scheduler.policy.routing import Router
 from scheduler.policy.transfers import Pull, Transfers, release_pages
 from scheduler.sequence import SeqState, Sequence
 from scheduler.worker_view import WorkerView
-from wire.ids import UNIT_TOKENS, PageId, SeqId
+from wire.ids import UNIT_TOKENS, PageId, SeqId, WorkerId
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +33,6 @@ class Handoff:
     num_shared_pages: int
     num_units: int
     """Of the sequence, the first so many lie in `pages`."""
-    parked_s: float | None = None
-    """Since when nothing of it runs: its prefill is over."""
     pull: Pull | None = None
     """The next ones, under way."""
 
@@ -38,29 +40,74 @@ class Handoff:
 class Handoffs:
     """The sequences that run where they will not be decoded. `take_off(seq)` ends what runs on the prefill worker."""
 
-    def __init__(self, router: Router, transfers: Transfers, take_off: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        transfers: Transfers,
+        take_off: Callable[[Sequence], None],
+        to_plan: dict[WorkerId, None],
+    ) -> None:
         self._router = router
         self._transfers = transfers
         self._take_off = take_off
-        self._sequences: dict[SeqId, Sequence] = {}
+        self._to_plan = to_plan
+        self._sequences: dict[SeqId, Sequence] = {}  # in order of admission
+        self.awaited: set[WorkerId] = set()
+        """Decode workers that a prefilled sequence has no room on."""
 
     def add(self, seq: Sequence) -> None:
         """It was placed on a worker that only prefills it."""
         self._sequences[seq.seq_id] = seq
 
-    def advance(self, workers: Collection[WorkerView], now: float) -> list[Sequence]:
-        """Find places, pull what was computed since; returns those that have just arrived where they are decoded."""
+    def advance(self, workers: Collection[WorkerView], now: float) -> tuple[list[Sequence], list[Sequence]]:
+        """Find places, pull what was computed since; returns those that have just arrived where they are decoded, and
+        those that were prefilled and are decoded where they are after all."""
         arrived: list[Sequence] = []
-        if not self._sequences:
-            return arrived
+        stayed: list[Sequence] = []
+        self.awaited.clear()
+        full: set[tuple[WorkerId, Pools]] = set()  # whom those behind do not overtake: nobody starves
         for seq in list(self._sequences.values()):
             if not seq.hands_off or seq.state is not SeqState.RUNNING:
                 del self._sequences[seq.seq_id]
-            elif not any(worker.takes_decodes for worker in workers):
-                self._stay(seq)
-            elif self._advance(seq, workers, now):
+                continue
+            assert seq.worker is not None
+            if seq.parked_s is None and _is_prefilled(seq):
+                seq.parked_s = now
+            kind = (seq.worker.worker_id, seq.pools)
+            if not self._has_place(seq) and kind not in full:
+                targets = self._router.handoff_targets(seq, workers, now)
+                if not targets:
+                    if self._stay(seq, now):
+                        stayed.append(seq)
+                    continue
+                if _has_begun(seq) and not self._find_place(seq, targets, now):
+                    full.add(kind)
+            if self._advance(seq, now):
                 arrived.append(seq)
-        return arrived
+        return arrived, stayed
+
+    def _has_place(self, seq: Sequence) -> bool:
+        """On a worker that still decodes, while its own still does not."""
+        assert seq.worker is not None
+        handoff = seq.handoff
+        if handoff is None:
+            return False
+        if handoff.target.takes_decodes and not seq.worker.takes_decodes:
+            return True
+        self.abandon(seq)
+        return False
+
+    def _find_place(self, seq: Sequence, targets: list[WorkerView], now: float) -> bool:
+        """Hold its pages on the best of the targets; False: none has room now."""
+        room = self._router.handoff_room(seq, targets, now)
+        if room is None:
+            if seq.parked_s is not None:
+                self.awaited.update(worker.worker_id for worker in targets)
+            return False
+        num_shared = len(room.shared_pages)
+        seq.handoff = Handoff(room.worker, take_pages(room), num_shared, num_shared * room.worker.pool.units_per_page)
+        room.worker.incoming[seq.seq_id] = seq
+        return True
 
     def pulled(self, seq: Sequence, handoff: Handoff, num_units: int) -> None:
         """A pull for it is over; it brought num_units."""
@@ -80,26 +127,28 @@ class Handoffs:
                 self._transfers.abandon(handoff.pull)
             release_pages(handoff.target, handoff.pages, handoff.pull)
             del handoff.target.incoming[seq.seq_id]
+            self._to_plan[handoff.target.worker_id] = None  # a decode may wait for just these pages
 
     def lose_target(self, worker: WorkerView) -> None:
         """A worker is gone, and the places on it: another is found, as if there had been none."""
         for seq in worker.incoming.values():
             seq.handoff = None
 
-    def _stay(self, seq: Sequence) -> None:
-        """No worker decodes any more: better this one than none."""
+    def _stay(self, seq: Sequence, now: float) -> bool:
+        """No other worker may decode it: better this one than none. False: it is not prefilled yet."""
         assert seq.worker is not None
-        seq.worker.unpark(seq)
+        self._to_plan[seq.worker.worker_id] = None
+        if seq.parked_s is not None:
+            seq.request.note_handoff(seq.parked_s, now)
+            seq.parked_s = None
+        return seq.worker.unpark(seq)
 
-    def _advance(self, seq: Sequence, workers: Collection[WorkerView], now: float) -> bool:
-        is_prefilled = len(seq.tokens) > seq.prefill_end
-        if seq.handoff is None and (is_prefilled or seq.num_computed > seq.num_cached):
-            self._begin(seq, workers, now)
+    def _advance(self, seq: Sequence, now: float) -> bool:
+        """Pull the next units that are computed; True when there are none any more, and it has moved over."""
         handoff = seq.handoff
         if handoff is None or handoff.pull is not None:
             return False
-        if is_prefilled and handoff.parked_s is None:
-            handoff.parked_s = now
+        is_prefilled = _is_prefilled(seq)
         per_page = handoff.target.pool.units_per_page
         computed = min(seq.num_computed, seq.prefill_end) // UNIT_TOKENS
         end = computed if is_prefilled else computed - computed % per_page
@@ -114,20 +163,11 @@ class Handoffs:
             self._complete(seq, handoff, now)
         return is_prefilled
 
-    def _begin(self, seq: Sequence, workers: Collection[WorkerView], now: float) -> None:
-        rooms = self._router.handoff_rooms(seq, workers, now)
-        if not rooms:
-            return
-        room = rooms[0]
-        num_shared = len(room.shared_pages)
-        units = num_shared * room.worker.pool.units_per_page
-        seq.handoff = Handoff(room.worker, take_pages(room), num_shared, units)
-        room.worker.incoming[seq.seq_id] = seq
-
     def _complete(self, seq: Sequence, handoff: Handoff, now: float) -> None:
         """Move the sequence over: it runs on, from the KV that lies there."""
         target = handoff.target
-        seq.request.note_handoff(handoff.parked_s or now, now)
+        assert seq.parked_s is not None
+        seq.request.note_handoff(seq.parked_s, now)
         seq.handoff = None
         del target.incoming[seq.seq_id]
         self._take_off(seq)
@@ -142,3 +182,13 @@ class Handoffs:
         seq.num_cached = seq.num_dispatched = seq.num_computed = handoff.num_units * UNIT_TOKENS
         seq.prefill_end = len(seq.tokens)
         target.admit(seq)
+
+
+def _is_prefilled(seq: Sequence) -> bool:
+    """Its first token is there."""
+    return len(seq.tokens) > seq.prefill_end
+
+
+def _has_begun(seq: Sequence) -> bool:
+    """Some of it is computed: before, pages held for it elsewhere would lie idle."""
+    return seq.parked_s is not None or seq.num_computed > seq.num_cached

@@ -36,8 +36,10 @@ class PoolQueues:
         return sum(queue.waiting_tokens for queue in self._queues.values())
 
     def heads(self) -> list[FairQueue]:
-        """The queues in which somebody waits: each has one to admit next."""
-        return [queue for queue in self._queues.values() if len(queue)]
+        """The queues in which somebody waits: each has one to admit next. Pools may have workers in common: first the
+        queue whose head has waited longest, so that none of them starves."""
+        busy = [queue for queue in self._queues.values() if len(queue)]
+        return sorted(busy, key=_waits_since) if len(busy) > 1 else busy
 
     def push(self, seq: Sequence, workers: Collection[WorkerView]) -> None:
         if not seq.pools:
@@ -56,3 +58,9 @@ class PoolQueues:
     def leave(self, seq: Sequence) -> None:
         """A running sequence finished, or was taken off its worker (then push it first)."""
         self._queues[seq.pools].leave(seq)
+
+
+def _waits_since(queue: FairQueue) -> float:
+    head = queue.peek()
+    assert head is not None  # somebody waits
+    return head.queued_s

@@ -12,7 +12,7 @@ disturbs, or on a prefill worker and from there by handoff (handoff.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import replace
 from math import isfinite
 
@@ -55,10 +55,12 @@ class Router:
         self._pulls = config.routing == "precise" and config.kv_pull
         self._routed = RoutedPrefixes() if config.routing == "approximate" else None
 
-    def placements(self, seq: Sequence, workers: Collection[WorkerView], now: float) -> list[Placement]:
-        """Every way the sequence could begin now; empty when it has to wait."""
+    def placements(
+        self, seq: Sequence, workers: Collection[WorkerView], closed: Container[WorkerId], now: float
+    ) -> list[Placement]:
+        """Every way the sequence could begin now, on workers that are not closed; empty when it has to wait."""
         self._now = now
-        suited = _suited(seq, workers)
+        suited = [worker for worker in suited_workers(seq, workers) if worker.worker_id not in closed]
         rooms = [room for worker in suited if (room := find_room(seq, worker, self._config)) is not None]
         if not rooms:
             return []
@@ -78,17 +80,29 @@ class Router:
     def _targets(self, source: WorkerView, rooms: list[Room]) -> list[WorkerView]:
         return [room.worker for room in rooms if self._transfers.may_pull(source, room.worker, self._now)]
 
-    def handoff_rooms(self, seq: Sequence, workers: Collection[WorkerView], now: float) -> list[Room]:
-        """Workers that could take over a sequence which another one prefills; the best first."""
+    def handoff_targets(self, seq: Sequence, workers: Collection[WorkerView], now: float) -> list[WorkerView]:
+        """Workers that may decode a sequence which another one prefills, once they have room; none, when it had better
+        stay: its own decodes by now, or nobody else can get its KV."""
         source = seq.worker
         assert source is not None
+        if source.takes_decodes:
+            return []
+        return [
+            worker
+            for worker in suited_workers(seq, workers)
+            if worker.takes_decodes and self._transfers.trusts(source, worker, now) and fits_ever(seq, worker)
+        ]
+
+    def handoff_room(self, seq: Sequence, targets: list[WorkerView], now: float) -> Room | None:
+        """The best of those that have room now."""
+        assert seq.worker is not None
         rooms = [
             room
-            for worker in _suited(seq, workers)
-            if worker.takes_decodes and worker is not source and self._transfers.may_pull(source, worker, now)
-            if (room := find_room(seq, worker, self._config, more_tokens=1)) is not None
+            for worker in targets
+            if self._transfers.may_pull(seq.worker, worker, now)
+            and (room := find_room(seq, worker, self._config, more_tokens=1)) is not None
         ]
-        return sorted(rooms, key=lambda room: _load(room.worker) + _pressure(room.worker) - room.num_shared)
+        return min(rooms, key=lambda room: _load(room.worker) + _pressure(room.worker) - room.num_shared, default=None)
 
     def choose(self, seq: Sequence, placements: list[Placement]) -> Placement:
         """By PHASEMESH_ROUTING; a seeded stream breaks ties."""
@@ -208,9 +222,12 @@ def decoders(workers: Collection[WorkerView]) -> Collection[WorkerView]:
     return [worker for worker in workers if worker.takes_decodes] or workers
 
 
-def _suited(seq: Sequence, workers: Collection[WorkerView]) -> Collection[WorkerView]:
-    """The pool of workers for prompts of this length; all, where there is none that could ever hold it."""
-    return [w for w in workers if w.suits(seq.num_prompt) and fits_ever(seq, w)] or workers
+def suited_workers(seq: Sequence, workers: Collection[WorkerView]) -> Collection[WorkerView]:
+    """The pool of workers for prompts of this length; all, where none of it could ever hold and decode it."""
+    suited = [worker for worker in workers if worker.suits(seq.num_prompt) and fits_ever(seq, worker)]
+    if any(worker.takes_decodes for worker in suited):
+        return suited
+    return workers if any(worker.takes_decodes for worker in workers) else suited or workers
 
 
 def _pressure(worker: WorkerView) -> float:

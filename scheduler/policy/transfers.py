@@ -71,10 +71,12 @@ class Pull:
 
 
 class Transfers:
-    """Every pull that is not over. `lease_s`: a pull that is silent for so long has failed."""
+    """Every pull that is not over. `lease_s`: a pull that is silent for so long has failed. `to_plan`: Placing's; takes
+    the workers that something is to be said to, or that have pages back."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, to_plan: dict[WorkerId, None]) -> None:
         self.lease_s = lease_s
+        self._to_plan = to_plan
         self.times = PullTimes()
         self._pulls: dict[PullId, Pull] = {}
         self._ids = count(1)
@@ -87,8 +89,12 @@ class Transfers:
         return len(self._pulls)
 
     def may_pull(self, source: WorkerView, target: WorkerView, now: float) -> bool:
-        """Both can, there is a place, and the last try did not fail just now."""
-        if not (source.info.unit_bytes and target.info.unit_bytes) or target.num_pulls >= MAX_PULLS:
+        """Both can, the last try did not fail just now, and there is a place."""
+        return target.num_pulls < MAX_PULLS and self.trusts(source, target, now)
+
+    def trusts(self, source: WorkerView, target: WorkerView, now: float) -> bool:
+        """Both can, and the last try did not fail just now."""
+        if not (source.info.unit_bytes and target.info.unit_bytes):
             return False
         return self._distrusted.get((source.worker_id, target.worker_id), now) <= now
 
@@ -129,6 +135,7 @@ class Transfers:
                 source.pool.acquire(page)
         self._pulls[pull.pull_id] = pull
         target.num_pulls += 1
+        self._to_plan[target.worker_id] = None
         target.pending_pulls.append(
             KvPull(
                 pull_id=pull.pull_id,
@@ -152,6 +159,7 @@ class Transfers:
             return None
         del self._pulls[pull.pull_id]
         target.num_pulls -= 1
+        self._to_plan[target.worker_id] = None
         self._unpin(pull)
         if pull.seq is None:
             for page in pull.pages:
@@ -167,6 +175,7 @@ class Transfers:
         with release_pages()."""
         pull.seq = None
         pull.target.pending_cancels.append(pull.pull_id)
+        self._to_plan[pull.target.worker_id] = None
 
     def expire(self, now: float) -> list[Pull]:
         """Pulls that were silent for longer than their lease, each once: their sources' pages are no longer pinned."""
@@ -189,8 +198,9 @@ class Transfers:
         return into
 
     def _unpin(self, pull: Pull) -> None:
-        if pull.source is not None:
+        if pull.source is not None and pull.pinned:
             pull.source.pool.release(pull.pinned)
+            self._to_plan[pull.source.worker_id] = None  # a decode may wait for just these pages
         pull.pinned = []
 
 

@@ -9,7 +9,6 @@ from itertools import count
 import pytest
 
 from bench.simulator import CARD
-from bench.virtual_pulls import VirtualPuller
 from bench.virtual_worker import VirtualWorker, WorkerReport
 from gpu_worker.step_cost import PullCost, StepCost
 from kvstore.prefix_hash import chain
@@ -37,8 +36,14 @@ class Cell:
 
     def _worker(self, name: str, cost: PullCost) -> VirtualWorker:
         info = WorkerInfo(WorkerId(name), Epoch(1), Role.BOTH, f"{name}:1", CARD, 32, 16, UNIT_TOKENS, unit_bytes=1)
-        puller = VirtualPuller(cost, self._source_of, self.after)
-        return VirtualWorker(info, StepCost(fixed_us=100), after=self.after, deliver=self._deliver, puller=puller)
+        return VirtualWorker(
+            info,
+            StepCost(fixed_us=100),
+            after=self.after,
+            deliver=self._deliver,
+            pull=cost,
+            source_of=self._source_of,
+        )
 
     def _source_of(self, pull: KvPull) -> VirtualWorker | None:
         return None if self.source.is_stopped or pull.source_epoch != 1 else self.source

@@ -20,6 +20,7 @@ from wire.plan import (
     ModelCard,
     PageGrant,
     PageUnits,
+    PrefillChunk,
     Progress,
     PullReport,
     Role,
@@ -104,7 +105,7 @@ class PagedWorker:
             min_prompt_tokens=prompt_range[0],
             max_prompt_tokens=prompt_range[1],
         )
-        self._peers = peers or {}
+        self._peers = {} if peers is None else peers
         self.pulls: dict[PullId, KvPull] = {}
         """Under way: finish_pull ends one."""
         self.cancelled_pulls: set[PullId] = set()
@@ -120,6 +121,7 @@ class PagedWorker:
         self._slots: dict[PageId, list[int | None]] = {PageId(p): [None] * page_size for p in range(num_pages)}
         self._units: dict[PageId, list[UnitHash]] = {PageId(p): [] for p in range(num_pages)}
         self._current: StepPlan | None = None
+        self._joined: list[StepPlan] = []
         self._step = 0
         self._work_done = StepWork(0)
 
@@ -153,21 +155,31 @@ class PagedWorker:
         self.plans.clear()
         self.reports.clear()
         self._sequences.clear()
-        self._current, self._step = None, 0
+        self._current, self._step, self._joined = None, 0, []
 
     def run_step(self) -> None:
-        """Run one step of the oldest plan, or its releases alone, and queue the report."""
+        """Run one step of the oldest plan and those that join it, or its releases alone, and queue the reports."""
         if self._current is None:
             if not self.plans:
                 return
-            self._current, self._step = self.plans.popleft(), 0
+            self._current, self._step, self._joined = self.plans.popleft(), 0, []
             self._begin(self._current)
+            while self.plans and self.plans[0].joins:
+                chunked = {chunk.seq_id for plan in (*self._joined, self._current) for chunk in plan.prefill_chunks}
+                released = {release.seq_id for release in self.plans[0].releases}
+                assert chunked.isdisjoint(released), "a chunk that others count on would be dropped"
+                self._joined.append(self._current)
+                self._current = self.plans.popleft()
+                self._begin(self._current)
         plan = self._current
         if plan.max_steps == 0:
             self._current = None
             self.reports.append(StepReport(plan.plan_id, 0, True, []))
             return
         progress = self._run(plan, first=self._step == 0)
+        for joined in self._joined:
+            self.reports.append(StepReport(joined.plan_id, 0, True, []))
+        self._joined = []
         done = self._step + 1 >= plan.max_steps or bool(self.plans) or not self._can_repeat(plan)
         self.reports.append(StepReport(plan.plan_id, self._step, done, progress, self._timing(progress)))
         self._step += 1
@@ -179,17 +191,25 @@ class PagedWorker:
             known = self._sequences.get(release.seq_id)
             if known is not None and known.incarnation == release.incarnation:
                 del self._sequences[release.seq_id]
+        for page in plan.forgotten_pages:
+            self._void(page)
         for copy in plan.page_copies:
             source = self._slots[copy.source_page]
             self._void(copy.target_page)
             self._slots[copy.target_page][: copy.num_slots] = source[: copy.num_slots]
             self._units[copy.target_page] = self._units[copy.source_page][: copy.num_slots // UNIT_TOKENS]
+        self.cancelled_pulls |= set(plan.cancelled_pulls) & self.pulls.keys()
         for pull in plan.kv_pulls:
             assert len(pull.unit_hashes) <= len(pull.target_pages) * self.info.page_size // UNIT_TOKENS
             for page in pull.target_pages:
                 self._void(page)
             self.pulls[pull.pull_id] = pull
-        self.cancelled_pulls |= set(plan.cancelled_pulls) & self.pulls.keys()
+        for chunk in plan.prefill_chunks:
+            self._start(chunk)
+        for decode in plan.decodes:
+            seq = self._known(decode.seq_id, decode.incarnation)
+            if seq is not None and decode.grant is not None:
+                self._take_grant(seq, decode.grant)
 
     def finish_pull(self, pull_id: PullId, most_units: int | None = None) -> None:
         """End a pull: it brings all units that its source has now, or so many at most; what it does not bring it may
@@ -265,40 +285,46 @@ class PagedWorker:
         return StepTiming(0, 0, int(step_us), 0, work.chunk_tokens, num_decodes, context)
 
     def _work(self, plan: StepPlan, first: bool) -> list[tuple[SeqId, int, int]]:
+        """(sequence, tokens, whether it samples) of one step: chunks of the plans that were joined come first."""
+        chunks = [chunk for joined in self._joined for chunk in joined.prefill_chunks]
         work: list[tuple[SeqId, int, int]] = []
         if first:
-            for decode in plan.decodes:
-                seq = self._known(decode.seq_id, decode.incarnation)
-                if seq is not None and decode.grant is not None:
-                    self._take_grant(seq, decode.grant)
+            work += [entry for chunk in chunks if (entry := self._chunk_work(chunk)) is not None]
         for decode in plan.decodes:
             seq = self._known(decode.seq_id, decode.incarnation)
             if seq is not None and seq.decoding and seq.num_computed < seq.granted_slots:
                 work.append((decode.seq_id, 1, 1))
         for chunk in plan.prefill_chunks:
             if first:
-                if chunk.start is not None:
-                    tokens = list(chunk.start.token_ids)
-                    fresh = _Sequence(chunk.incarnation, chunk.start, tokens, [], chunk.start_pos)
-                    digest = 0
-                    for token in tokens:
-                        digest = digest_after(digest, token)
-                        fresh.digests.append(digest)
-                    self._sequences[chunk.seq_id] = fresh
-                seq = self._known(chunk.seq_id, chunk.incarnation)
-                if seq is None:
-                    continue
-                if chunk.grant is not None:
-                    self._take_grant(seq, chunk.grant)
-                assert chunk.start_pos == seq.num_computed, "a chunk must start where the last one ended"
-                ends = chunk.start_pos + chunk.num_tokens == len(seq.tokens)
-                assert bool(chunk.children) == ends
-                work.append((chunk.seq_id, chunk.num_tokens, int(ends)))
+                if (entry := self._chunk_work(chunk)) is not None:
+                    work.append(entry)
             else:
                 seq = self._known(chunk.seq_id, chunk.incarnation)
                 if seq is not None and seq.decoding and seq.num_computed < seq.granted_slots:
                     work.append((chunk.seq_id, 1, 1))
         return work
+
+    def _start(self, chunk: PrefillChunk) -> None:
+        if chunk.start is not None:
+            tokens = list(chunk.start.token_ids)
+            fresh = _Sequence(chunk.incarnation, chunk.start, tokens, [], chunk.start_pos)
+            digest = 0
+            for token in tokens:
+                digest = digest_after(digest, token)
+                fresh.digests.append(digest)
+            self._sequences[chunk.seq_id] = fresh
+        seq = self._known(chunk.seq_id, chunk.incarnation)
+        if seq is not None and chunk.grant is not None:
+            self._take_grant(seq, chunk.grant)
+
+    def _chunk_work(self, chunk: PrefillChunk) -> tuple[SeqId, int, int] | None:
+        seq = self._known(chunk.seq_id, chunk.incarnation)
+        if seq is None:
+            return None
+        assert chunk.start_pos == seq.num_computed, "a chunk must start where the last one ended"
+        ends = chunk.start_pos + chunk.num_tokens == len(seq.tokens)
+        assert bool(chunk.children) == ends
+        return chunk.seq_id, chunk.num_tokens, int(ends)
 
     def _can_repeat(self, plan: StepPlan) -> bool:
         members = [(d.seq_id, d.incarnation) for d in plan.decodes]

@@ -18,15 +18,11 @@ from scheduler.events import (
     WorkerUp,
 )
 from scheduler.sequence import MAX_FAULTS
-from tests.engine.driver import Driver, make_request
+from tests.engine.driver import Driver, make_request, prompt, slow
 from tests.engine.paged_worker import EOS, PagedWorker, expected_output
-from wire.ids import PlanId, RequestId
+from wire.ids import Epoch, PlanId, RequestId
 from wire.plan import StepReport
 from wire.sampling import FinishReason
-
-
-def prompt(length: int, salt: int = 0) -> list[int]:
-    return [2 + (i * 7 + salt * 13) % 40 for i in range(length)]
 
 
 def test_decode_is_not_starved_by_long_prefill() -> None:
@@ -260,6 +256,21 @@ def test_a_request_that_makes_progress_outlives_any_number_of_lost_workers() -> 
     assert driver.outputs["r/0"] == expected_output(prompt(10), make_request("x", [2], 30).sampling)
 
 
+@pytest.mark.parametrize("is_same_epoch", [True, False])
+def test_a_link_that_breaks_is_no_requests_fault_a_worker_that_dies_may_be(is_same_epoch: bool) -> None:
+    driver = Driver(pages=64)
+    driver.arrive("r", prompt(10), 30)
+    for epoch in range(2, 2 + MAX_FAULTS):
+        worker = driver.worker
+        driver.feed(WorkerDown(worker.info.worker_id, worker.info.epoch, "gone"))
+        worker.reconnect()
+        if not is_same_epoch:
+            worker.info = replace(worker.info, epoch=Epoch(epoch))
+        driver.feed(WorkerUp(worker.info, worker.residents()))
+    driver.run()
+    assert driver.finished["r"].terminal.error_code == (None if is_same_epoch else "worker_lost")
+
+
 def test_a_successor_continues_from_what_was_published() -> None:
     whole = expected_output(prompt(20), make_request("x", [2], 12).sampling)
     driver = Driver()
@@ -315,3 +326,35 @@ def test_requests_spread_over_workers_by_load_and_follow_their_prefix() -> None:
     driver.run()
     assert driver.finished["a2"].terminal.stats.worker_id == homes["a"]
     assert len(driver.finished["a2"].timeline.admissions[0].candidates) == 2
+
+
+def test_a_page_to_copy_from_is_let_go_when_nobody_wants_the_copy_any_more() -> None:
+    driver = Driver(pages=16, page_size=64, max_queued_plans=1)
+    driver.arrive("cold", prompt(40), 2)
+    driver.run()
+    driver.arrive("busy", prompt(10, 1), 1)  # no step follows its own
+    driver.arrive("hit", [*prompt(40), 5], 2)
+    driver.feed(CancelRequested(RequestId("hit"), "disconnect"))
+    driver.run()
+    assert sum(len(plan.page_copies) for plan in driver.plans) == 1, "it was to be copied"
+    driver.assert_done("busy")
+
+
+def test_decodes_that_wait_for_a_page_are_sent_no_plans_until_there_is_one() -> None:
+    driver = Driver(workers=2, pages=16, pulls=True, step_us=slow, pull_lease_ms=60_000, max_running=1)
+    source, target = driver.workers.values()
+    driver.arrive("warm", prompt(200), 1)
+    driver.run()
+    if driver.finished["warm"].terminal.stats.worker_id != source.info.worker_id:
+        source, target = target, source
+    driver.arrive("holder", prompt(200), 1)
+    driver.arrive("pulls", [*prompt(200), 5], 2)  # its source's pages are pinned for it
+    driver.step_until(lambda: "holder" in driver.finished and target.pulls)
+    driver.arrive("grows", prompt(20, 7), 100)
+    for _ in range(200):
+        source.run_step()
+        driver.deliver(source)
+    assert driver.pages(source).free == driver.pages(source).cached == 0 and source.is_idle
+    driver.run()
+    driver.assert_done("grows", "pulls")
+    assert driver.outputs["grows/0"] == expected_output(prompt(20, 7), make_request("x", [2], 100).sampling)

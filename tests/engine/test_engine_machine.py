@@ -19,12 +19,18 @@ from scheduler.events import (
     Event,
     Request,
     RequestArrived,
+    ResidencyAudited,
     RoleChanged,
     StepReported,
     Tick,
     TierChanged,
     WorkerDown,
     WorkerUp,
+)
+from tests.engine.books import (
+    every_page_in_use_is_held_by_somebody,
+    what_is_kept_up_to_date_is_what_a_scan_would_find,
+    whoever_has_something_to_say_says_it,
 )
 from tests.engine.paged_worker import CARD, VOCAB, PagedWorker, expected_output
 from wire.config import BatchingConfig
@@ -34,7 +40,7 @@ from wire.plan import Role, StepReport, Tier
 from wire.sampling import SamplingParams
 
 ROOT = root_hash(namespace(CARD))
-SHARED_PREFIXES = [[random.Random(i).randrange(2, VOCAB) for _ in range(90)] for i in range(2)]
+SHARED_PREFIXES = [[random.Random(i).randrange(2, VOCAB) for _ in range(300)] for i in range(2)]
 
 
 @dataclass
@@ -53,19 +59,30 @@ class EngineMachine(RuleBasedStateMachine):
         lease=st.sampled_from([1, 4, 16]),
         queued=st.sampled_from([1, 2]),
         grace_s=st.sampled_from([0.05, 1000.0]),
-        page_size=st.sampled_from([16, 64]),
-        pages=st.integers(3, 14),
+        page_sizes=st.sampled_from([[16, 16, 16], [64, 64, 64], [16, 64, 16], [64, 16, 64]]),
+        pages=st.integers(3, 24),
         itl_target_ms=st.sampled_from([math.inf, 5.0, 40.0]),
         max_running=st.sampled_from([None, 3, 20]),
         roles=st.sampled_from(
             [
                 [Role.BOTH],
                 [Role.BOTH, Role.BOTH],
+                [Role.BOTH, Role.BOTH, Role.BOTH],
                 [Role.PREFILL, Role.DECODE],
                 [Role.PREFILL, Role.BOTH, Role.DECODE],
+                [Role.PREFILL, Role.DECODE, Role.DECODE],
+                [Role.PREFILL, Role.PREFILL, Role.DECODE],
             ]
         ),
-        page_sizes_differ=st.booleans(),
+        prompt_ranges=st.sampled_from(
+            [
+                [(0, 0), (0, 0), (0, 0)],
+                [(0, 0), (0, 0), (0, 0)],
+                [(0, 80), (81, 0), (0, 0)],
+                [(0, 0), (0, 100), (50, 200)],
+            ]
+        ),
+        the_lost_stay_lost=st.booleans(),
         tier_units=st.sampled_from([0, 0, 6, 40]),
         routing=st.sampled_from(["precise", "precise", "precise", "approximate", "least_loaded", "random"]),
         pull_lease_ms=st.sampled_from([50, 10_000]),
@@ -76,12 +93,13 @@ class EngineMachine(RuleBasedStateMachine):
         lease: int,
         queued: int,
         grace_s: float,
-        page_size: int,
+        page_sizes: list[int],
         pages: int,
         itl_target_ms: float,
         max_running: int | None,
         roles: list[Role],
-        page_sizes_differ: bool,
+        prompt_ranges: list[tuple[int, int]],
+        the_lost_stay_lost: bool,
         tier_units: int,
         routing: str,
         pull_lease_ms: int,
@@ -100,8 +118,9 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine = Engine(self.config, no_worker_grace_s=self.grace_s, routing_seed=3, fence=Fence(5))
         self.now = 0.0
-        self.page_size, self.num_pages = page_size, pages
-        self.page_sizes_differ, self.tier_units = page_sizes_differ, tier_units
+        self.page_sizes, self.num_pages = page_sizes, pages
+        self.prompt_ranges, self.tier_units = prompt_ranges, tier_units
+        self.the_lost_stay_lost = the_lost_stay_lost
         self.indexed: defaultdict[tuple[WorkerId, Epoch, Tier], set[UnitHash]] = defaultdict(set)
         self.workers: dict[WorkerId, PagedWorker] = {}
         self.down: list[PagedWorker] = []
@@ -115,17 +134,18 @@ class EngineMachine(RuleBasedStateMachine):
     # -- plumbing --
 
     def new_worker(self, worker_id: str, role: Role) -> PagedWorker:
-        bigger = 4 if self.page_sizes_differ and self.page_size == 16 and worker_id == "w1" else 1
+        index = int(worker_id[1:])
         return PagedWorker(
             worker_id,
             self.num_pages,
-            self.page_size * bigger,
+            self.page_sizes[index],
             self.config.step_token_budget,
             epoch=self.epochs,
             step_us=lambda work: 2000.0 + 700.0 * work.tokens + 2.0 * work.chunk_pairs,
             role=role,
             peers=self.workers,
             tier_units=self.tier_units,
+            prompt_range=self.prompt_ranges[index],
         )
 
     def bring_up(self, worker: PagedWorker) -> None:
@@ -173,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         prefix=st.integers(0, 1),
-        shared=st.integers(0, 90),
+        shared=st.one_of(st.integers(0, 90), st.integers(0, 300)),
         own=st.lists(st.integers(2, VOCAB - 1), max_size=30),
         max_tokens=st.integers(1, 60),
         tenant=st.sampled_from(["a", "b", "c"]),
@@ -289,8 +309,27 @@ class EngineMachine(RuleBasedStateMachine):
     def bring_a_worker_back(self) -> None:
         self.bring_up(self.down.pop())
 
-    @rule()
-    def tick(self) -> None:
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def an_audit_compares(self, data: st.DataObject) -> None:
+        """Even while changes are on their way, when it should not."""
+        self.audit(data.draw(st.sampled_from(list(self.workers.values()))))
+
+    def audit(self, worker: PagedWorker) -> int:
+        """Returns how many units differ."""
+        info = worker.info
+        held = {
+            Tier.DEVICE: {unit for page in worker.residents() for unit in page.unit_hashes},
+            Tier.HOST: {unit for units in worker.tiers() for unit in units.stored},
+        }
+        twin = self.engine.twin.units(info.worker_id)
+        differing = {tier: frozenset(held[tier] ^ twin[tier]) for tier in held}
+        self.feed(ResidencyAudited(info.worker_id, info.epoch, worker.residents(), worker.tiers(), differing))
+        return sum(map(len, differing.values()))
+
+    @rule(passed_s=st.sampled_from([0.0, 0.0, 0.1, 6.0]))
+    def tick(self, passed_s: float) -> None:
+        self.now += passed_s
         self.feed(Tick())
 
     @invariant()
@@ -303,6 +342,13 @@ class EngineMachine(RuleBasedStateMachine):
             assert worker.running <= (self.config.max_running or self.config.step_token_budget)
 
     @invariant()
+    def the_engines_books_are_right(self) -> None:
+        if hasattr(self, "engine"):
+            every_page_in_use_is_held_by_somebody(self.engine)
+            whoever_has_something_to_say_says_it(self.engine)
+            what_is_kept_up_to_date_is_what_a_scan_would_find(self.engine)
+
+    @invariant()
     def the_twin_and_the_index_hold_what_was_computed(self) -> None:
         if not hasattr(self, "engine"):
             return
@@ -313,30 +359,26 @@ class EngineMachine(RuleBasedStateMachine):
             )
             assert twin[Tier.HOST] == self.indexed[worker_id, view.epoch, Tier.HOST]
 
-    @invariant()
-    def what_is_kept_up_to_date_is_what_a_scan_would_find(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        for worker in self.engine._workers.values():
-            running = worker.running.values()
-            assert worker.pulling.keys() == {s.seq_id for s in running if s.pull is not None}
-            assert worker.prefilling.keys() == {s.seq_id for s in running if s.is_prefilling and s.pull is None}
-            assert worker.parked.keys() == {s.seq_id for s in running if not s.is_prefilling and s.hands_off}
-            assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling and not s.hands_off}
-            assert worker.queued_prefill_tokens == sum(s.prefill_end - s.num_dispatched for s in running)
-            assert all(s.granted_slots == len(s.pages) * worker.page_size for s in running)
-            growing = [s for s in worker.decoding.values() if s.granted_slots < s.max_slots]
-            left = {s.seq_id: s.granted_slots - s.next_position for s in growing}
-            assert worker.renewable.keys() == {s for s in left if left[s] < worker.slots_ahead}
-            assert worker.urgent.keys() == {s for s in left if left[s] <= worker.half_lease}
-        assert self.engine._queue.waiting_tokens == sum(len(s.tokens) for s in self.engine._queue)
-
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        while self.down:
+        while self.down and not (self.workers and self.the_lost_stay_lost):
             self.bring_up(self.down.pop())
-        for _ in range(5_000):
+        self.run_until_idle()
+        for client in self.clients.values():
+            self.check_finished(client)
+        stats = self.engine.stats()
+        assert stats.waiting == stats.running == 0
+        assert all(w.pages.in_use == w.pages.retiring == 0 for w in stats.workers), "pages leaked"
+        assert all(w.num_pulling == 0 for w in stats.workers)
+        for worker in self.workers.values():
+            self.audit(worker)
+        self.run_until_idle()
+        assert not any(self.audit(worker) for worker in self.workers.values()), "the index drifts"
+
+    def run_until_idle(self) -> None:
+        for _ in range(20_000):  # nothing but steps, reports and ticks: whoever waits for more waits for ever
+            self.feed(Tick())
             for worker in self.workers.values():
                 worker.run_step()
                 for pull_id in list(worker.pulls):
@@ -344,21 +386,7 @@ class EngineMachine(RuleBasedStateMachine):
                 while worker.reports:
                     self.feed(worker.event(worker.reports.popleft()))
             if all(w.is_idle for w in self.workers.values()):
-                if all(client.terminal is not None for client in self.clients.values()):
-                    break
-                self.now += 1.0  # what waits may wait for time to pass: a pair of workers to be trusted again
-                self.feed(Tick())
-        for client in self.clients.values():
-            self.check_finished(client)
-        stats = self.engine.stats()
-        assert stats.waiting == stats.running == 0
-        assert all(w.pages.in_use == w.pages.retiring == 0 for w in stats.workers), "pages leaked"
-        assert all(w.num_pulling == 0 for w in stats.workers)
-        for view in self.engine._workers.values():
-            held = {unit for page in self.workers[view.worker_id].residents() for unit in page.unit_hashes}
-            assert set(view.pool.computed_units()) <= held, "the worker does not hold what it is said to"
-            tiers = {unit for units in self.workers[view.worker_id].tiers() for unit in units.stored}
-            assert self.engine.twin.units(view.worker_id)[Tier.HOST] == tiers
+                break
 
 
 TestEngineMachine = EngineMachine.TestCase

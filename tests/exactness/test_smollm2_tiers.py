@@ -1,13 +1,19 @@
-"""SmolLM2's greedy tokens are the reference's with the prefix from host memory, from disk and from Redis."""
+"""SmolLM2's greedy tokens are the reference's with the prefix from host memory, from disk and from Redis.
+
+In a worker alone, and in the whole mesh, where a worker that was killed (-9) finds what its earlier life left on disk
+and in Redis.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 from tokenizers import Tokenizer
 
@@ -23,6 +29,8 @@ from observability.metrics import WorkerMetrics
 from observability.tracing import NullTracer
 from tests.exactness.prompts import PROMPTS
 from tests.exactness.reference import Tally, check, committed, encode_prompt
+from tests.mesh.client import Completion, complete
+from tests.mesh.stack import MeshStack, Service
 from tests.redis_fixture import redis_url
 from tests.worker.plans import ROOT, chunk, grant, greedy, plan, release
 from tests.worker.test_executor import Client, tokens_of
@@ -135,3 +143,53 @@ async def test_the_prefix_comes_back_from_below(
             assert await session.pull(prompt, num_units) == tier
             output = await session.run(prompt, num_units * 16, output_tokens)
             check(name, prompt, output, references[name], None, tally)
+
+
+STACKS = {
+    Tier.HOST: {"HOST_KV_MB": "128"},
+    Tier.DISK: {"HOST_KV_MB": "48", "DISK_KV_MB": "256"},
+    Tier.REDIS: {"HOST_KV_MB": "48", "REDIS_KV_MB": "256"},
+}
+"""A prompt of 500 tokens has 23 MB of KV."""
+
+
+def wait_units(worker: Service, tier: Tier, at_least: int) -> None:
+    deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
+    while (units := worker.metric("phasemesh_worker_tier_units", f'tier="{tier}"')) < at_least:
+        assert time.monotonic() < deadline_s, f"{units} units in {tier}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("tier", LOWER_TIERS)
+async def test_the_mesh_brings_back_what_its_pages_lost(tier: Tier, smollm2_dir: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    cases = {p.name: (encode_prompt(p, tokenizer), p.output_tokens) for p in PROMPTS}
+    prompt, output_tokens = cases["text-500"]
+    others = [cases[name][0] for name in ("text-400", "text-300", "text-640")]
+    env = {"KV_PAGE_SIZE": "16", "KV_PAGES": "48", **STACKS[tier]}
+    if tier is Tier.DISK:
+        env["DISK_KV_DIR"] = str(tmp_path / "kv")
+    label = f'tier="{tier}"'
+    with MeshStack(smollm2_dir, tmp_path, env=env) as stack:
+        worker = stack.workers[0]
+        async with aiohttp.ClientSession() as session:
+
+            async def ask() -> Completion:
+                answer = await complete(session, stack.url, prompt, output_tokens)
+                assert answer.error is None
+                check("text-500", prompt, answer.token_ids, committed()["text-500"], None, Tally())
+                return answer
+
+            assert (await ask()).cached_tokens == 0
+            for other in others:
+                await complete(session, stack.url, other, 1)
+            if tier is not Tier.HOST:
+                await asyncio.to_thread(wait_units, worker, tier, 31)
+                worker.kill()
+                worker.start()
+                worker.wait_healthy()
+                await asyncio.to_thread(wait_units, worker, tier, 31)
+            answer = await ask()
+            assert answer.cached_tokens >= 16 * 16
+            assert worker.metric("phasemesh_worker_tier_reads_total", f'result="hit",{label}') >= 16
+        stack.wait_no_page_in_use()

@@ -53,6 +53,18 @@ def test_logits_are_bitwise_the_same_however_the_work_is_split(runner: TorchMode
         torch.set_num_threads(threads)
 
 
+def test_a_chunk_may_stand_on_another_one_of_its_step(runner: TorchModelRunner) -> None:
+    """Its first two pages are written in the same step: in each layer, before anything attends."""
+    rng = random.Random(2)
+    tokens = [rng.randrange(49152) for _ in range(50)]
+    expected = PagedSequences(runner, [tokens], rng).step({0: 50})[0][1]
+    both = PagedSequences(runner, [tokens, tokens], rng)
+    both.sequences[1].block_table[:2] = both.sequences[0].block_table[:2]
+    both.sequences[1].num_computed = 32
+    (_, first), (_, second) = both.step({0: 50, 1: 18})
+    assert torch.equal(first, expected) and torch.equal(second, expected[32:])
+
+
 def test_a_resumed_sequence_gives_the_same_bits(runner: TorchModelRunner) -> None:
     """Preempted after 100 tokens of its decode, then recomputed in one chunk on other pages."""
     rng = random.Random(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -24,6 +26,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.held: list[PageId] = []  # one entry per reference
         self.retiring: set[PageId] = set()
         self.content: dict[PageId, list[UnitHash]] = {}
+        self.num_computed: Counter[PageId] = Counter()  # of content, the first so many
+        self.told: set[UnitHash] = set()  # by take_changes
 
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
@@ -38,6 +42,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(pages) & (set(self.held) | self.retiring), "handed out twice"
         for page in pages:
             self.content[page] = []
+            self.num_computed[page] = 0
         self.held += pages
 
     @precondition(lambda self: self.held)
@@ -50,6 +55,21 @@ class PoolMachine(RuleBasedStateMachine):
             unit_hash = CHAINS[which][start + len(units)]
             self.pool.publish(page, unit_hash)
             units.append(unit_hash)
+
+    @precondition(lambda self: any(self.content.values()))
+    @rule(data=st.data(), late=st.booleans())
+    def a_unit_is_computed(self, data: st.DataObject, late: bool) -> None:
+        """In order within a page; a report that comes late, or twice, names what is there no longer or already."""
+        page = data.draw(st.sampled_from([page for page, units in self.content.items() if units]))
+        units, done = self.content[page], self.num_computed[page]
+        if late:
+            unit_hash = data.draw(st.sampled_from([unit for chain in CHAINS for unit in chain]))
+            if unit_hash == next(iter(units[done : done + 1]), None):
+                return
+            self.pool.mark_computed(page, unit_hash)
+        elif done < len(units):
+            self.pool.mark_computed(page, units[done])
+            self.num_computed[page] += 1
 
     @rule(which=st.integers(0, 2), length=st.integers(0, 10))
     def match_and_acquire(self, which: int, length: int) -> None:
@@ -99,6 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
         page = data.draw(st.sampled_from(self.held))
         self.pool.withdraw(page)
         self.content[page] = []
+        self.num_computed[page] = 0
 
     @invariant()
     def every_page_is_in_one_state(self) -> None:
@@ -112,6 +133,17 @@ class PoolMachine(RuleBasedStateMachine):
             evicted = page not in self.held and page not in self.retiring and not self.pool.is_cached(page)
             if evicted:
                 del self.content[page]
+
+    @invariant()
+    def what_is_computed_is_told_once_and_what_is_gone_as_well(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        computed = {unit for page, units in self.content.items() for unit in units[: self.num_computed[page]]}
+        for unit_hash, is_there in self.pool.take_changes().items():
+            (self.told.add if is_there else self.told.discard)(unit_hash)
+        assert self.told == set(self.pool.computed_units()) == computed
+        assert not self.pool.has_changes and self.pool.take_changes() == {}
+        assert all(self.pool.is_computed(chain[0]) == (chain[0] in computed) for chain in CHAINS)
 
 
 TestPoolMachine = PoolMachine.TestCase
@@ -149,3 +181,46 @@ def test_a_fresh_pool_adopts_what_a_worker_still_holds() -> None:
 def test_a_page_size_that_splits_a_unit_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple"):
         PagePool(4, 24, UNIT_TOKENS)
+
+
+def test_a_published_unit_is_told_once_its_step_is_reported() -> None:
+    pool = PagePool(4, 32, UNIT_TOKENS)
+    (page,) = pool.allocate(1)
+    pool.publish(page, CHAINS[0][0])
+    assert pool.match(CHAINS[0][:1]).partial_page == page
+    assert not pool.is_computed(CHAINS[0][0]) and not pool.has_changes
+    pool.mark_computed(page, CHAINS[0][0])
+    assert pool.take_changes() == {CHAINS[0][0]: True}
+
+
+def test_a_unit_that_lies_in_two_pages_goes_with_the_last_one() -> None:
+    pool = PagePool(4, 16, UNIT_TOKENS)
+    first, second = pool.allocate(2)
+    for page in (first, second):
+        pool.publish(page, CHAINS[0][0])
+        pool.mark_computed(page, CHAINS[0][0])
+    assert pool.take_changes() == {CHAINS[0][0]: True}
+    pool.withdraw(first)
+    assert pool.is_computed(CHAINS[0][0]) and not pool.has_changes
+    pool.withdraw(second)
+    assert pool.take_changes() == {CHAINS[0][0]: False}
+
+
+def test_a_report_for_a_page_that_has_gone_to_others_changes_nothing() -> None:
+    pool = PagePool(1, 16, UNIT_TOKENS)
+    (page,) = pool.allocate(1)
+    pool.publish(page, CHAINS[0][0])
+    pool.release([page])
+    pool.allocate(1)
+    pool.publish(page, CHAINS[1][0])
+    pool.mark_computed(page, CHAINS[0][0])
+    assert not pool.has_changes and list(pool.computed_units()) == []
+
+
+def test_a_unit_after_one_that_was_not_computed_is_not_told() -> None:
+    pool = PagePool(1, 32, UNIT_TOKENS)
+    (page,) = pool.allocate(1)
+    for unit_hash in CHAINS[0][:2]:
+        pool.publish(page, unit_hash)
+    pool.mark_computed(page, CHAINS[0][1])
+    assert not pool.has_changes

@@ -17,7 +17,14 @@ from redis.exceptions import ResponseError
 from kvstore.memory_prefix_index import MemoryPrefixIndex
 from kvstore.prefix_index import Holder, PrefixIndex, Tiers
 from kvstore.prefix_twin import TierPrefix
-from kvstore.redis_prefix_index import FIRST_STRETCH, MAX_CHAIN, MAX_COMMAND_UNITS, RedisPrefixIndex
+from kvstore.redis_prefix_index import (
+    BLOCK_UNITS,
+    EXACT_UNITS,
+    FIRST_STRETCH,
+    MAX_CHAIN,
+    MAX_COMMAND_UNITS,
+    RedisPrefixIndex,
+)
 from tests.redis_fixture import RedisServer
 from tests.redis_topology import Cluster, Watched
 from wire import keys
@@ -256,6 +263,46 @@ async def test_a_lookup_is_one_round_trip_and_survives_a_script_flush(redis_serv
         await other.script_flush()
         assert await index.lookup(chain, holders) == everywhere
         assert await commands(lambda: index.lookup(chain, holders)) == {"cmdstat_evalsha": 1}
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_many_long_prefixes_are_followed_in_blocks_to_their_exact_ends(redis: Any, data: st.DataObject) -> None:
+    """No unit within a prefix is missing; behind its end any but the last of a block may be there."""
+    cell = f"px-{secrets.token_hex(4)}"
+    index = await redis_index(redis, cell)
+    chain = chain_of(data.draw(st.integers(EXACT_UNITS, EXACT_UNITS + 100)))
+    expected: dict[Holder, TierPrefix] = {}
+    within_blocks = [unit for i, unit in enumerate(chain, 1) if i % BLOCK_UNITS]
+    for i in range(5):
+        holder = Holder(WorkerId(f"w{i}"), Epoch(1))
+        ends = sorted(data.draw(st.integers(0, len(chain))) for _ in range(3))
+        units = dict.fromkeys(chain[: ends[0]], DEVICE) | dict.fromkeys(chain[ends[0] : ends[1]], HOST)
+        units |= dict.fromkeys(chain[ends[1] : ends[2]], DISK)
+        units |= dict.fromkeys(data.draw(st.lists(st.sampled_from(within_blocks), max_size=5)), DEVICE)
+        await index.write(holder, units, anew=True)
+        in_memory = MemoryPrefixIndex()
+        await in_memory.write(holder, units)
+        expected |= await in_memory.lookup(chain, [holder])
+    assert await index.lookup(chain, [Holder(WorkerId(f"w{i}"), Epoch(1)) for i in range(5)]) == expected
+
+
+async def test_in_many_long_prefixes_only_a_single_missing_unit_is_overlooked(redis: Any) -> None:
+    index = await redis_index(redis, f"px-{secrets.token_hex(4)}")
+    chain = chain_of(EXACT_UNITS)
+    holders = [Holder(WorkerId(f"w{i}"), Epoch(1)) for i in range(3)]
+    for holder in holders:
+        await index.write(holder, dict.fromkeys(chain, DEVICE))
+    first, second = holders[:2]
+    for holder in (first, second):
+        await index.write(holder, {chain[100]: ()})
+    await index.write(holders[2], dict.fromkeys(chain[100 : 100 + BLOCK_UNITS], ()))
+    found = await index.lookup(chain, [first, holders[2]])
+    assert found == {holder: TierPrefix(100, 100, 100) for holder in (first, holders[2])}
+    await index.write(first, {chain[100]: DEVICE})
+    found = await index.lookup(chain, holders)
+    assert found[second].device == EXACT_UNITS
+    assert found[holders[2]].device == 100
 
 
 async def test_a_chain_is_looked_up_to_a_bound(redis: Any) -> None:

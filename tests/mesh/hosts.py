@@ -10,6 +10,7 @@
                 network.heal("b", "c")
                 stack.wait_at_rest()                        # every worker up, no page in use or retiring
 
+Where hosts are loopback addresses, workers share memory, and KV may go from one to another past a cut.
 A test process that is killed takes its services with it; its network goes when the next one starts.
 """
 

@@ -4,6 +4,8 @@
     host b ── eth0 ═ veth ═ port1 ─┤ br0, in a namespace of its own: no firewall rule of this machine sees our packets
     the test ─ pm… ═ veth ═ outside┘
 
+A host has a boot id of its own too: workers of two hosts share no memory (gpu_worker/transfer/host_id.py).
+
 Hosts reach each other by permanent neighbour entries. To cut one direction, the sender's entry of the other names a
 station that no port of the bridge has: packets leave and are lost, no error, no RST, no FIN, no ICMP.
 """
@@ -29,6 +31,11 @@ _SUBNETS = 8192
 """Of 14 hosts each, in 198.18.0.0/15, which is reserved for tests of networks (RFC 2544)."""
 MAX_HOSTS = 13
 _COMMAND_TIMEOUT_S = 10.0
+_BOOT_AND_RUN = """
+mount -t tmpfs boot /mnt && echo "$0" > /mnt/boot_id &&
+mount --bind /mnt/boot_id /proc/sys/kernel/random/boot_id && exec "$@"
+"""
+"""`ip netns exec` gives every process a mount namespace of its own, so nobody else sees these mounts."""
 _numbers = count()
 
 
@@ -53,7 +60,8 @@ class NamespaceNetwork(Network):
         return self._address(2 + self.hosts.index(host))
 
     def command(self, host: str, command: Sequence[str]) -> list[str]:
-        return ["ip", "netns", "exec", self._prefix + host, *command]
+        namespace = self._prefix + host
+        return ["ip", "netns", "exec", namespace, "sh", "-c", _BOOT_AND_RUN, namespace, *command]
 
     def started(self, host: str, pid: int) -> None:
         """A process is where its namespace is."""
@@ -128,7 +136,8 @@ def why_not_allowed() -> str | None:
     if shutil.which("ip") is None:
         return "no ip command (iproute2)"
     try:
-        with NamespaceNetwork(["a"]):
+        with NamespaceNetwork(["a"]) as network:
+            _run(network.command("a", ["true"]))
             return None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return str(error.stderr or error)
@@ -174,6 +183,10 @@ def _station(number: int) -> str:
 
 
 def _ip(*words: str) -> str:
-    """Run ip. Raises CalledProcessError, whose stderr says why, or TimeoutExpired."""
-    done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    return _run(["ip", *words])
+
+
+def _run(command: Sequence[str]) -> str:
+    """Its output. Raises CalledProcessError, whose stderr says why, or TimeoutExpired."""
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
     return done.stdout

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from gpu_worker.transfer.host_id import host_id
 from tests.mesh.hosts import WAYS, open_network
 from tests.mesh.namespaces import NAMESPACES, NamespaceNetwork, remove_leftovers
 from tests.mesh.network import Network
@@ -135,6 +136,19 @@ def test_a_cut_hides_that_a_peer_died(way: str) -> None:
         client.popen.send_signal(signal.SIGKILL)
         client.popen.wait()
         assert server.hears_nothing()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way == NamespaceNetwork.way])
+def test_processes_share_memory_inside_a_host_only(way: str) -> None:
+    script = "from gpu_worker.transfer.host_id import host_id; print(host_id())"
+
+    def host_id_on(host: str) -> str:
+        command = network.command(host, [sys.executable, "-c", script])
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=ANSWER_S).stdout.strip()
+
+    with open_network(way, ["a", "b"]) as network:
+        ids = [host_id_on(host) for host in ("a", "a", "b")] + [host_id()]
+    assert ids[0] == ids[1] and len(set(ids)) == 3
 
 
 KILLED = """

@@ -105,7 +105,7 @@ class Gateway:
 
 @asynccontextmanager
 async def gateway(redis_url: str) -> AsyncIterator[Gateway]:
-    async with open_redis(redis_url) as redis:
+    async with open_redis(redis_url, cell=CELL) as redis:
         built = Gateway(redis)
         task = asyncio.create_task(built.run())
         try:

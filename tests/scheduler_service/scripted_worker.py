@@ -76,6 +76,12 @@ class ScriptedWorker(WorkerServicer):
             stepping.cancel()
             await asyncio.wait([stepping])
 
+    async def ListUnits(self, request: pb.ListUnitsRequest, context: Any) -> None:  # type: ignore[override]
+        if request.epoch != self.paged.info.epoch:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another epoch")
+        for page in self.paged.residents():
+            await context.write(encode_residents([page], last=False))
+
     async def _step(self, context: Any) -> None:
         paged = self.paged
         while True:

@@ -259,10 +259,47 @@ async def test_a_repair_writes_what_the_twin_says(cell: Cell, parts: Parts) -> N
     cell.change(W1, stored=UNITS[:5], fresh=True)
     await until(cell.agrees(W1))
     await parts.redis.hset(keys.prefixes(CELL, *_ids(W1)), mapping={UNITS[0]: "h", UNITS[9]: "d"})
-    assert cell.writer.is_settled(W1, UNITS[0])
     cell.writer.repair(W1, [UNITS[0], UNITS[9]])
-    assert not cell.writer.is_settled(W1, UNITS[0])
     await until(cell.agrees(W1))
-    assert cell.writer.is_settled(W1, UNITS[0])
     cell.writer.repair(W1_AGAIN, UNITS[:1])  # of another epoch: not ours to write
-    assert not cell.writer.is_settled(W1_AGAIN, UNITS[0])
+    await asyncio.sleep(0.05)
+    assert await cell.in_redis(W1_AGAIN) == {}
+
+
+async def test_what_is_being_written_is_on_its_way_too(parts: Parts) -> None:
+    cell = Cell(parts)
+    entered, released = asyncio.Event(), asyncio.Event()
+    write = cell.index.write
+
+    async def slow_write(holder: Holder, units: Mapping[UnitHash, Tiers], *, anew: bool = False) -> bool:
+        entered.set()
+        await released.wait()
+        return await write(holder, units, anew=anew)
+
+    cell.index.write = slow_write  # type: ignore[method-assign]
+    cell.change(W1, stored=UNITS[:5], fresh=True)
+    async with writing(cell):
+        await entered.wait()
+        with cell.writer.moving(W1) as moving:
+            assert moving == set(UNITS[:5])
+        released.set()
+        await until(cell.agrees(W1))
+
+
+async def test_what_is_on_its_way_while_somebody_looks_is_told(cell: Cell, parts: Parts) -> None:
+    with cell.writer.moving(W1) as moving:
+        assert moving is None  # nothing was written yet
+    cell.change(W1, stored=UNITS[:5], fresh=True)
+    await until(cell.agrees(W1))
+    cell.change(W1, stored=UNITS[5:7])
+    with cell.writer.moving(W1) as moving:
+        assert moving == set(UNITS[5:7])
+        await until(cell.agrees(W1))
+        cell.change(W1, dropped=UNITS[:1])
+        assert moving == {*UNITS[5:7], UNITS[0]}
+        await until(cell.agrees(W1))
+        await parts.redis.delete(keys.prefixes(CELL, *_ids(W1)))
+        await until(cell.agrees(W1))
+        assert moving == set(UNITS[:7])
+    with cell.writer.moving(W1_AGAIN) as moving:
+        assert moving is None

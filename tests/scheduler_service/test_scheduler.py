@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import pytest
 from redis.asyncio import Redis
@@ -33,7 +34,11 @@ from wire.redis_client import open_redis
 STEP_S = 0.005
 
 
-def environment(redis_server: RedisServer, **settings: str) -> dict[str, str]:
+class HasUrl(Protocol):
+    url: str
+
+
+def environment(redis_server: HasUrl, **settings: str) -> dict[str, str]:
     named = {f"PHASEMESH_{name}": value for name, value in settings.items()}
     return {
         "PHASEMESH_CELL": CELL,
@@ -44,7 +49,7 @@ def environment(redis_server: RedisServer, **settings: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def scheduler(redis_server: RedisServer, **settings: str) -> AsyncIterator[Scheduler]:
+async def scheduler(redis_server: HasUrl, **settings: str) -> AsyncIterator[Scheduler]:
     """In this process."""
     config = load(SchedulerConfig, environment(redis_server, **settings))
     built = Scheduler(config, SchedulerMetrics(), NullTracer())

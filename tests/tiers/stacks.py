@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from gpu_worker.tiers.disk_store import DiskStore
-from gpu_worker.tiers.open_tiers import OpenStore, open_codec, open_stack, open_tier_redis
+from gpu_worker.tiers.open_tiers import OpenStore, open_codec, open_stack
 from gpu_worker.tiers.redis_store import RedisStore
+from gpu_worker.tiers.redis_thread import RedisThread
 from gpu_worker.tiers.stack import TierStack
 from gpu_worker.tiers.unit_codec import Bytes, LowerTierDtype, UnitCodec
 from gpu_worker.transfer.port import KvPages, UnitPlace
@@ -92,7 +93,7 @@ def redis_below(url: str, cell: str, *, units: int = 1000, ttl_s: float = 60) ->
     codec = fake_codec()
     size = codec.encoded_bytes
     return lambda on_change: RedisStore(
-        open_tier_redis(url),
+        RedisThread(url, cell=cell),
         cell=cell,
         layout=codec.tag,
         encoded_bytes=size,

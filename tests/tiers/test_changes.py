@@ -68,6 +68,7 @@ def test_without_a_listener_nothing_is_lost() -> None:
     log = a_log()
     log.follower(Tier.HOST)(a_hash(1), True)
     log.flush()
+    assert log.contents() == [TierUnits(Tier.HOST, [a_hash(1)])]
     assert log.subscribe(Twin()) == [TierUnits(Tier.HOST, [a_hash(1)])]
 
 

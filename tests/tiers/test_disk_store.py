@@ -64,6 +64,18 @@ def test_two_workers_never_share_a_directory(tmp_path: Path) -> None:
     third.close()
 
 
+def test_a_unit_stored_again_after_clear_stays(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for number in (1, 2):
+        store.put(a_hash(number), encoded(number))
+    store.clear()
+    store.put(a_hash(1), encoded(1))
+    store.upkeep()
+    assert store.get(a_hash(1)) is not None
+    assert files(tmp_path) == [unit_file(tmp_path, 1)]
+    store.close()
+
+
 def test_a_file_is_gone_when_its_time_is_up(tmp_path: Path) -> None:
     now_s = tmp_path.stat().st_mtime
     store = opened(tmp_path, ttl_s=10, clock=lambda: now_s)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 from redis import Redis
 
-from gpu_worker.tiers.open_tiers import open_tier_redis
 from gpu_worker.tiers.redis_store import RETRY_AFTER_S, RedisStore
+from gpu_worker.tiers.redis_thread import RedisThread
 from gpu_worker.tiers.unit_codec import LowerTierDtype, UnitCodec
 from tests.redis_fixture import RedisServer
 from tests.tiers.units import CODEC, a_cell, a_codec, a_hash, encoded, hashes
@@ -48,7 +48,7 @@ def opened(
         (twin.add if is_here else twin.remove)(unit_hash)
 
     store = RedisStore(
-        open_tier_redis(url),
+        RedisThread(url, cell=cell),
         cell=cell,
         layout=codec.tag,
         encoded_bytes=codec.encoded_bytes,
@@ -57,9 +57,11 @@ def opened(
         on_change=changed,
         clock=clock,
     )
-    store.upkeep()  # as at start
-    yield store, twin
-    store.close()
+    try:
+        store.upkeep()  # as at start
+        yield store, twin
+    finally:
+        store.close()
 
 
 def key(cell: str, number: int) -> str:
@@ -96,8 +98,8 @@ def test_the_budget_is_the_cells(redis_url: str, redis: Redis, cell: str) -> Non
             there = [n for n in range(12) if redis.exists(key(cell, n))]
             assert there == list(range(max(0, number - 3), number + 1))
             assert int(redis.get(keys.kv_total(cell)) or 0) == len(there) * SIZE
+        assert told_two == {a_hash(9), a_hash(11)}, "who stores learns at once what went"
         one.upkeep()
-        two.upkeep()
         assert (told_one, told_two) == ({a_hash(8), a_hash(10)}, {a_hash(9), a_hash(11)})
 
 
@@ -106,7 +108,7 @@ def test_a_unit_is_gone_when_its_time_is_up(redis_url: str, redis: Redis, cell: 
         store.put(a_hash(1), encoded(1))
         assert 0 < redis.pttl(key(cell, 1)) <= 200
         deadline_s = time.monotonic() + 10
-        while told:
+        while told or redis.exists(key(cell, 1)):
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
             store.upkeep()
@@ -124,6 +126,19 @@ def test_a_unit_larger_than_the_budget_is_refused_and_costs_nobody(redis_url: st
         assert not small.put(a_hash(2), encoded(2))
         assert told == set()
         assert large.get(a_hash(1)) is not None
+
+
+def test_a_unit_that_redis_itself_evicted_is_stored_again_and_counted_once(
+    redis_url: str, redis: Redis, cell: str
+) -> None:
+    with opened(redis_url, cell) as (store, told):
+        store.put(a_hash(1), encoded(1))
+        redis.delete(key(cell, 1))
+        store.put(a_hash(1), encoded(1))
+        assert told == {a_hash(1)}
+        assert redis.exists(key(cell, 1))
+        assert redis.zcard(keys.kv_order(cell)) == 1
+        assert int(redis.get(keys.kv_total(cell)) or 0) == SIZE
 
 
 def test_a_lost_sum_is_made_again(redis_url: str, redis: Redis, cell: str) -> None:
@@ -175,7 +190,7 @@ def test_while_redis_is_away_everything_is_a_miss_at_once(
 ) -> None:
     asked = 0
 
-    def connects(*args: object) -> None:
+    async def connects(*args: object) -> None:
         nonlocal asked
         asked += 1
 
@@ -184,7 +199,7 @@ def test_while_redis_is_away_everything_is_a_miss_at_once(
         store.put(a_hash(1), encoded(1))
         redis_server.kill()
         assert store.get(a_hash(1)) is None
-        monkeypatch.setattr("redis.connection.Connection.connect", connects)
+        monkeypatch.setattr("redis.asyncio.Connection.connect", connects)
         assert store.get(a_hash(1)) is None
         assert store.holds(hashes(2)) == [False, False]
         assert not store.put(a_hash(2), encoded(2))

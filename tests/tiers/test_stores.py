@@ -11,9 +11,9 @@ import pytest
 
 from gpu_worker.tiers.disk_store import DiskStore
 from gpu_worker.tiers.host_store import HostStore
-from gpu_worker.tiers.open_tiers import open_tier_redis
 from gpu_worker.tiers.port import LowerStore, OnChange, UnitStore
 from gpu_worker.tiers.redis_store import RedisStore
+from gpu_worker.tiers.redis_thread import RedisThread
 from tests.tiers.units import CODEC, a_cell, a_hash, encoded, hashes
 from wire.ids import UnitHash
 from wire.plan import LOWER_TIERS, Tier
@@ -69,10 +69,11 @@ def open_kept(tier: Tier, directory: Path, redis_url: str) -> Iterator[Kept]:
                 )
             )
         case _:
+            cell = a_cell()
             kept = Kept(
                 lambda on_change: RedisStore(
-                    open_tier_redis(redis_url),
-                    cell=a_cell(),
+                    RedisThread(redis_url, cell=cell),
+                    cell=cell,
                     layout=CODEC.tag,
                     encoded_bytes=size,
                     budget_bytes=budget,

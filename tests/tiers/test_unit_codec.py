@@ -108,10 +108,14 @@ def test_rows_of_zeros_stay_zero(dtype: LowerTierDtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOSSY)
-def test_pages_that_are_no_plain_numbers_cannot_be_rounded(dtype: LowerTierDtype) -> None:
-    float8_pages = KvFormat("float8_e4m3fn", 3, 2, 68, 1, 16)
+@pytest.mark.parametrize(
+    "pages",
+    [KvFormat("float8_e4m3fn", 3, 2, 68, 1, 16), KvFormat("bfloat16", 2, 1, 1, 1, 16)],
+    ids=["float8", "simulated"],
+)
+def test_pages_that_are_no_plain_numbers_cannot_be_rounded(dtype: LowerTierDtype, pages: KvFormat) -> None:
     with pytest.raises(ConfigInvalid, match="PHASEMESH_LOWER_TIER_DTYPE"):
-        open_codec(float8_pages, "m", dtype)
+        open_codec(pages, "m", dtype)
 
 
 def test_a_layout_is_of_whole_rows() -> None:

@@ -66,8 +66,9 @@ class Peer:
     def plan_of(self, *pulls: KvPull, **more: Any) -> StepPlan:
         return plan(self.next_id(), pulls=pulls, max_steps=0, **more)
 
-    async def continue_from(self, num_tokens: int, *, first_page: int = 0, seq: int = 2) -> list[int]:
+    async def continue_from(self, num_tokens: int, *, first_page: int = 0) -> list[int]:
         """Output of PROMPT when its first tokens are taken from pages that already hold them."""
+        seq = 1000 + self.next_id()
         pages = self.pages_for(len(PROMPT) + 16, first_page)
         rest = chunk(seq, num_tokens, len(PROMPT) - num_tokens, tokens=PROMPT, pages=grant(pages, len(PROMPT) + 16))
         return tokens_of(await self.client.run(plan(self.next_id(), chunks=[rest], max_steps=8)), seq)

@@ -188,6 +188,8 @@ step_plans = st.builds(
     ),
     releases=st.lists(st.builds(Release, seq_id=u64, incarnation=u32), max_size=3),
     cancelled_pulls=few(u64),
+    forgotten_pages=u32s,
+    joins=st.booleans(),
 )
 progress = st.builds(
     Progress,

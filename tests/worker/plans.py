@@ -95,6 +95,8 @@ def plan(
     releases: Sequence[Release] = (),
     pulls: Sequence[KvPull] = (),
     cancelled_pulls: Sequence[int] = (),
+    forgotten: Sequence[int] = (),
+    joins: bool = False,
     fence: int = FENCE,
 ) -> StepPlan:
     return StepPlan(
@@ -107,4 +109,6 @@ def plan(
         releases=list(releases),
         kv_pulls=list(pulls),
         cancelled_pulls=[PullId(pull_id) for pull_id in cancelled_pulls],
+        forgotten_pages=[PageId(page) for page in forgotten],
+        joins=joins,
     )

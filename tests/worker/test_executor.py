@@ -202,6 +202,45 @@ async def test_a_plan_of_decodes_keeps_its_step_before_releases_alone() -> None:
         assert [(r.plan_id, len(r.progress)) for r in reports] == [(1, 1), (2, 1), (3, 0)]
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_plan_that_joins_shares_the_step_of_the_one_before_it_unless_that_has_begun(has_begun: bool) -> None:
+    runner, gate, batches = FakeRunner(), Gate(), list[StepBatch]()
+
+    def before_forward(batch: StepBatch) -> None:
+        batches.append(batch)
+        gate(batch)
+
+    runner.before_forward = before_forward
+    async with running(runner) as (_, client):
+        await client.submit(plan(1, chunks=[chunk(9, 0, 3, tokens=[1, 2, 3], pages=grant([1], 16))], max_steps=1))
+        await gate.entered()
+        first = plan(2, chunks=[chunk(1, 0, 40, tokens=PROMPT, pages=grant([2, 3, 4], 48))], decodes=[decode(9)])
+        # Its first two pages are those that the chunk above writes.
+        shares = chunk(2, 32, 8, tokens=PROMPT, pages=grant([2, 3, 5], 48))
+        joining = plan(3, chunks=[shares], decodes=[decode(9), decode(1)], max_steps=4, joins=True)
+        await client.submit(first)
+        if has_begun:
+            gate.leave()
+            await gate.entered()
+        await client.submit(joining)
+        gate.leave(10)
+        reports = [await client.report() for _ in range(2)]
+        while not (reports[-1].plan_id == 3 and reports[-1].plan_done):
+            reports.append(await client.report())
+        assert [r.plan_id for r in reports[:3]] == [1, 2, 3]
+        assert [len(batch.query_lens) for batch in batches[1:3]] == ([2, 3] if has_begun else [3, 3])
+        assert tokens_of(reports, 1)[:4] == tokens_of(reports, 2)[:4] == reference_output(PROMPT, 4)
+
+
+async def test_a_page_is_forgotten_before_its_next_owner_writes_it() -> None:
+    async with running(FakeRunner()) as (executor, client):
+        await client.run(plan(1, chunks=[chunk(1, 0, 40, tokens=PROMPT, pages=grant([1, 2, 3], 48))]))
+        await client.run(plan(2, releases=[release(1)], max_steps=0))
+        assert [page.page_id for page in executor.residency.pages()] == [1, 2]
+        await client.run(plan(3, forgotten=[2], max_steps=0))
+        assert [page.page_id for page in executor.residency.pages()] == [1]
+
+
 async def test_a_lease_never_overruns_its_grant_and_resumes_with_the_next() -> None:
     async with running(FakeRunner()) as (_, client):
         reports = await client.run(

@@ -109,6 +109,29 @@ async def test_attach_says_hello_then_residents_and_plans_run() -> None:
         assert await stream.status() == (grpc.StatusCode.OK, "")
 
 
+async def test_units_are_listed_beside_a_session_and_without_one() -> None:
+    async with running_worker() as worker, connected(worker.address) as channel:
+        stub = pb_grpc.WorkerStub(channel)
+
+        async def listed(epoch: int = 100) -> list[PageUnits]:
+            messages = stub.ListUnits(pb.ListUnitsRequest(epoch=epoch), timeout=TIMEOUT_S)
+            return [page async for message in messages for page in decode_residents(message).pages]
+
+        assert await listed() == []
+        stream = Stream(channel)
+        await stream.attach(fence=1)
+        await stream.run(plan(1, chunks=[chunk(1, 0, 40, tokens=PROMPT, pages=grant([5, 6, 7], 48))]))
+        hashes = chain(ROOT, PROMPT)
+        resident = [PageUnits(PageId(5), hashes[:1]), PageUnits(PageId(6), hashes[1:2])]
+        assert await listed() == resident
+        await stream.close()
+        await stream.status()
+        assert await listed() == resident
+        with pytest.raises(grpc.aio.AioRpcError, match="epoch 99: it is 100 here") as refused:
+            await listed(99)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
 @pytest.mark.parametrize("how", ["close", "cancel"])
 async def test_after_a_break_the_next_session_finds_computed_units_but_no_sequences(how: str) -> None:
     async with running_worker() as worker, connected(worker.address) as channel:

@@ -123,6 +123,17 @@ async def test_reused_and_copied_pages_hold_the_sequence_and_a_strangers_do_not(
         assert (tokens_of(reports, 4), finish_of(reports, 4)) == ([], FinishReason.ERROR)
 
 
+@pytest.mark.parametrize("follows_first", [True, False])
+async def test_a_chunk_may_follow_what_the_same_step_computes(follows_first: bool) -> None:
+    async with running(runner_of(StepCost())) as (_, client):
+        await client.run(plan(1, chunks=[chunk(1, 0, 20, tokens=PROMPT, pages=grant([1, 2, 3], 48))]))
+        rest = chunk(1, 20, 20)
+        follows = chunk(2, 32, 8, tokens=PROMPT, pages=grant([1, 2, 4], 48), sampling=SEEDED)
+        reports = await client.run(plan(2, chunks=[follows, rest] if follows_first else [rest, follows]))
+        assert tokens_of(reports, 2) == predicted(SEEDED.seed, 1)
+        assert finish_of(reports, 1) is None
+
+
 async def test_chunks_batch_mates_and_a_new_incarnation_change_no_token() -> None:
     async with running(runner_of(COST)) as (_, client):
         chunks = [
