@@ -85,32 +85,35 @@ class VirtualWorker:
             self._next_plan()
 
     def _next_plan(self) -> None:
-        """Begin the oldest plan that has a step, with those that join it; what has none is reported at once."""
+        """Begin the oldest plan that has a step; those without are reported at once."""
         while self._plans and not self._is_running:
             plans = [self._plans.popleft()]
             while self._plans and self._plans[0].joins:
                 plans.append(self._plans.popleft())
             runs = [self._begin(plan) for plan in plans]
+            plan, run = plans[-1], runs[-1]
             entries: list[StepEntry] = []
-            if plans[-1].max_steps and not self._is_superseded(plans):
-                entries = [entry for earlier in runs[:-1] for entry in earlier.chunks()] + runs[-1].first_step()
-            refused = [progress for run in runs for progress in run.refused]
+            if plan.max_steps and not self._is_superseded(plans):
+                entries = [entry for earlier in runs[:-1] for entry in earlier.chunks()] + run.first_step()
             if entries:
-                self._begin_step(plans, runs[-1], 0, entries, refused)
-                return
-            for plan in plans:
-                self._deliver(self, StepReport(plan.plan_id, 0, plan_done=True, progress=refused))
-                refused = []
+                self._begin_step(plans, run, 0, entries)
+            else:
+                for each, its_run in zip(plans, runs, strict=True):
+                    self._deliver(self, StepReport(each.plan_id, 0, plan_done=True, progress=its_run.refused))
 
     def _begin(self, plan: StepPlan) -> PlanRun:
+        self._move_pages(plan)
+        return PlanRun(plan, self._table)
+
+    def _move_pages(self, plan: StepPlan) -> None:
         """As in the executor: copies, then pulls begin, before grants."""
         self._pulls.cancel(plan.cancelled_pulls)
-        self.residency.void([*plan.forgotten_pages, *(copy.target_page for copy in plan.page_copies)])
+        self.residency.void(plan.forgotten_pages)
+        self.residency.void(copy.target_page for copy in plan.page_copies)
         self._kv.copy(plan.page_copies)
         self.residency.copied(plan.page_copies)
         for pull in plan.kv_pulls:
             self._pulls.begin(pull, self._report_pull)
-        return PlanRun(plan, self._table)
 
     def _report_pull(self, report: PullReport) -> None:
         if not self._is_stopped:
@@ -125,39 +128,32 @@ class VirtualWorker:
             return False
         return any(newer.max_steps > 0 for newer in self._plans)
 
-    def _begin_step(
-        self, plans: list[StepPlan], run: PlanRun, step: int, entries: list[StepEntry], refused: list[Progress]
-    ) -> None:
+    def _begin_step(self, plans: list[StepPlan], run: PlanRun, step: int, entries: list[StepEntry]) -> None:
         timing = self._timing(entries)
         self.busy_s += timing.step_us * 1e-6
         self.steps += 1
         self._is_running = True
         self._kv.write(build_batch(entries, self.info.page_size))
-        self._after(timing.step_us * 1e-6, lambda: self._end_step(plans, run, step, entries, refused, timing))
+        self._after(timing.step_us * 1e-6, lambda: self._end_step(plans, run, step, entries, timing))
 
     def _end_step(
-        self,
-        plans: list[StepPlan],
-        run: PlanRun,
-        step: int,
-        entries: list[StepEntry],
-        refused: list[Progress],
-        timing: StepTiming,
+        self, plans: list[StepPlan], run: PlanRun, step: int, entries: list[StepEntry], timing: StepTiming
     ) -> None:
+        """`plans` share step 0; the last one's lease follows."""
         if self._is_stopped:
             return
         self._is_running = False
-        progress = refused + [self._advance(entry) for entry in entries]
-        *joined, plan = plans
-        for earlier in joined:
+        progress = run.refused if step == 0 else []
+        progress = progress + [self._advance(entry) for entry in entries]
+        plan, following = plans[-1], run.next_step()
+        for earlier in plans[:-1]:
             self._deliver(self, StepReport(earlier.plan_id, 0, plan_done=True, progress=[]))
-        following = run.next_step()
         is_done = step + 1 == plan.max_steps or not following or bool(self._plans)
         self._deliver(self, StepReport(plan.plan_id, step, is_done, progress, timing))
         if is_done:
             self._next_plan()
         else:
-            self._begin_step([plan], run, step + 1, following, [])
+            self._begin_step([plan], run, step + 1, following)
 
     def _timing(self, entries: list[StepEntry]) -> StepTiming:
         prefill_tokens = sum(entry.end - entry.start for entry in entries if entry.is_prefill)

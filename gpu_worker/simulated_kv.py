@@ -8,7 +8,7 @@ compares every slot with what the tokens alone give. They are real pages, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from wire.plan import PageCopy
 
 NUM_LAYERS = 2
 _MASK = 0xFFFF
-NOWHERE = -1
-"""No slot: before a sequence's first."""
 
 
 class SimulatedKv:
@@ -39,17 +37,7 @@ class SimulatedKv:
         self._weights = (np.arange(max_positions, dtype=np.int64) * 40_503 * 2 + 1) & _MASK
 
     def write(self, batch: StepBatch) -> None:
-        """Write the slots of every token of the batch, each after its prefix as it lies in the pages: in a model every
-        layer writes all its KV before it reads any, so a query may follow what another of the same step computes."""
-        written = set(batch.slot_mapping)
-        if not any(slot in written for slot in self._slots_before(batch)):
-            self._write(batch)
-            return
-        for alone in sorted(_alone(batch), key=lambda one: one.positions[0]):  # what a query follows begins before it
-            self._write(alone)
-
-    def _write(self, batch: StepBatch) -> None:
-        """Of queries that do not follow one another."""
+        """Write the slots of every token of the batch, each after its prefix as it lies in the pages."""
         slots = np.array(batch.slot_mapping, dtype=np.int64)
         increments = self._increments(batch.token_ids, np.array(batch.positions, dtype=np.int64))
         lengths = np.array(batch.query_lens, dtype=np.int64)
@@ -58,9 +46,14 @@ class SimulatedKv:
         # Sums run through the whole batch: less what came before the sequence's first token, plus its own past.
         first_rows = ends - lengths
         before_query = sums[first_rows] - increments[first_rows]
-        digests = sums + np.repeat(self._digests_before(batch) - before_query, lengths)
-        self._low[:, slots] = digests & 0xFF
-        self._high[:, slots] = digests >> 8 & 0xFF
+        before: NDArray[np.int64] | None = None
+        # A model writes the KV of all tokens, layer by layer, before any attends: one chunk may stand on another one of
+        # the same batch. Here that takes a pass for each link of the chain, and one to see that nothing changes.
+        while before is None or (self._digests_before(batch) != before).any():
+            before = self._digests_before(batch)
+            digests = sums + np.repeat(before - before_query, lengths)
+            self._low[:, slots] = digests & 0xFF
+            self._high[:, slots] = digests >> 8 & 0xFF
 
     def first_wrong(self, sequence: LiveSequence) -> int | None:
         """The first position whose slots are not those of the sequence's own tokens, in all layers; None: all are."""
@@ -83,26 +76,11 @@ class SimulatedKv:
 
     def _digests_before(self, batch: StepBatch) -> NDArray[np.int64]:
         """The digest that each sequence's query continues: [num_seqs]."""
-        slots = np.array(self._slots_before(batch), dtype=np.int64)
-        digests = self._low[0, slots].astype(np.int64) | self._high[0, slots].astype(np.int64) << 8
-        return np.where(slots < 0, 0, digests)
-
-    def _slots_before(self, batch: StepBatch) -> list[int]:
-        """The slot before each sequence's query, negative where it begins the sequence: [num_seqs]."""
-        size = self._page_size
         starts = [context - query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
-        return [
-            table[(start - 1) // size] * size + (start - 1) % size if start else NOWHERE
+        size = self._page_size
+        slots = [
+            table[(start - 1) // size] * size + (start - 1) % size if start else 0
             for start, table in zip(starts, batch.block_tables, strict=True)
         ]
-
-
-def _alone(batch: StepBatch) -> Iterator[StepBatch]:
-    """Each sequence's query as a batch."""
-    first = 0
-    for query, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
-        rows = slice(first, first + query)
-        yield StepBatch(
-            batch.token_ids[rows], batch.positions[rows], batch.slot_mapping[rows], [query], [context], [table], []
-        )
-        first += query
+        digests = self._low[0, slots].astype(np.int64) | self._high[0, slots].astype(np.int64) << 8
+        return np.where(np.array(starts) > 0, digests, 0)

@@ -53,17 +53,13 @@ def decode_pool(m: pb.SharedPool) -> tuple[PoolAddress, PoolLayout]:
 
 def encode_chunk(first_unit: int, first_layer: int, data: Bytes) -> pb.PullPart:
     """data: [num_layers, num_units, 2, unit_layer_bytes]."""
-    raw = data.tobytes()
-    return pb.PullPart(
-        chunk=pb.Chunk(
-            first_unit=first_unit,
-            num_units=data.shape[1],
-            first_layer=first_layer,
-            num_layers=data.shape[0],
-            data=raw,
-            crc32=zlib.crc32(raw),
-        )
-    )
+    part = pb.PullPart()
+    chunk = part.chunk  # filled where it is: given to the constructor, the data would be copied twice more
+    chunk.first_unit, chunk.num_units = first_unit, data.shape[1]
+    chunk.first_layer, chunk.num_layers = first_layer, data.shape[0]
+    chunk.data = data.tobytes()
+    chunk.crc32 = zlib.crc32(chunk.data)
+    return part
 
 
 def decode_chunk(m: pb.Chunk, kv_format: KvFormat, num_units: int) -> Bytes:

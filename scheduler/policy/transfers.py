@@ -221,7 +221,8 @@ def _pages_holding(source: WorkerView, hashes: list[UnitHash], first_unit: int) 
 
 
 class PullTimes:
-    """How long a pull takes: a first guess by what it crosses, times what pulls of that kind took instead.
+    """How long a pull takes: a first guess by what it crosses, times what pulls of that kind took instead. The guesses
+    are for good links: one that is too slow to be tried would never be put right.
 
     seconds = factor · (FIXED_S + bytes ÷ bandwidth)
     """
@@ -229,7 +230,7 @@ class PullTimes:
     FIXED_S = 0.005
     OWN_TIERS_BYTES_PER_S = 2e9
     SAME_HOST_BYTES_PER_S = 2e9
-    OTHER_HOST_BYTES_PER_S = 2e8
+    OTHER_HOST_BYTES_PER_S = 1e9
     SMOOTHING = 0.2
     SURPRISE = 4.0
     """One pull counts as at most so many times slower or faster than was expected."""
