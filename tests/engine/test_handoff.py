@@ -48,6 +48,16 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_and_a_long_one_is_hande
     assert driver.outputs["long/0"] == wanted(8)
 
 
+def test_a_long_prompt_is_prefilled_where_it_is_decoded_while_the_prefill_worker_is_busy() -> None:
+    driver = split()
+    for index in range(3):
+        driver.arrive(f"long {index}", prompt(200, index), 8)
+    driver.run()
+    driver.assert_done("long 0", "long 1", "long 2")
+    ways = [path(driver, f"long {index}") for index in range(3)]
+    assert [("w0", Role.PREFILL), ("w1", Role.DECODE)] in ways and [("w1", Role.BOTH)] in ways
+
+
 def test_the_pull_begins_before_the_prefill_ends() -> None:
     driver = split()
     _, decode = ends(driver)
