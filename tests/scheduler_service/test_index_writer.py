@@ -291,6 +291,12 @@ async def test_what_is_on_its_way_while_somebody_looks_is_told(cell: Cell, parts
         assert moving is None  # nothing was written yet
     cell.change(W1, stored=UNITS[:5], fresh=True)
     await until(cell.agrees(W1))
+
+    async def nothing_moves() -> bool:
+        with cell.writer.moving(W1) as moving:
+            return moving == set()
+
+    await until(nothing_moves)  # Redis has it before the writer has heard so
     cell.change(W1, stored=UNITS[5:7])
     with cell.writer.moving(W1) as moving:
         assert moving == set(UNITS[5:7])
