@@ -109,8 +109,19 @@ def table(scores: dict[str, Score]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks to be scored, and with what."""
+
+    config: WorkerConfig
+    tokens: list[int]
+    what: str
+    """Of the text and the threads, for the heading."""
+
+
+def parse_command_line(description: str | None, *, least_tokens: int) -> Asked:
+    """--model, --text and --threads; ends the process with a message where they make no sense."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory or name; default: PHASEMESH_MODEL")
     parser.add_argument("--text", type=Path, default=TEXT, help="UTF-8 text; default: the one the tests use")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -122,12 +133,17 @@ def main() -> None:
     config = load(WorkerConfig, {**os.environ, **chosen})
     tokenizer = Tokenizer.from_file(str(model_path(config.model) / "tokenizer.json"))
     tokens: list[int] = tokenizer.encode(arguments.text.read_text(encoding="utf-8")).ids
-    if len(tokens) < 2:
-        parser.error(f"--text {arguments.text}: {len(tokens)} tokens; one predicts the next, so 2 at least")
-    runners = {name: open_runner(config, name, WINDOW_TOKENS) for name in WEIGHT_DTYPES}
+    if len(tokens) < least_tokens:
+        parser.error(f"--text {arguments.text}: {len(tokens)} tokens; {least_tokens} at least")
+    return Asked(config, tokens, f"{arguments.text.name}, {arguments.threads} threads")
+
+
+def main() -> None:
+    asked = parse_command_line(__doc__, least_tokens=2)  # one predicts the next
+    runners = {name: open_runner(asked.config, name, WINDOW_TOKENS) for name in WEIGHT_DTYPES}
     window = min(WINDOW_TOKENS, *(runner.card.max_model_len for runner in runners.values()))
-    print(f"{arguments.text.name}: {len(tokens)} tokens in windows of {window}, {arguments.threads} threads\n")
-    print(table(score(runners, tokens, window)))
+    print(f"{asked.what}: {len(asked.tokens)} tokens in windows of {window}\n")
+    print(table(score(runners, asked.tokens, window)))
 
 
 if __name__ == "__main__":

@@ -8,18 +8,14 @@ often both would pick the same next token; and what a unit takes: bytes, time to
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
-from bench.perplexity import CHUNK_TOKENS, PAGE_SIZE, TEXT, WINDOW_TOKENS, Score
+from bench.perplexity import CHUNK_TOKENS, PAGE_SIZE, WINDOW_TOKENS, Score, parse_command_line
 from gpu_worker.model_runner import load_runner
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.tiers.open_tiers import open_codec
@@ -27,7 +23,7 @@ from gpu_worker.tiers.unit_codec import Bytes, LowerTierDtype, UnitCodec
 from gpu_worker.torch_runner import TorchModelRunner
 from gpu_worker.transfer.port import UnitPlace, unit_places
 from kvstore.prefix_hash import namespace
-from wire.config import WorkerConfig, load
+from wire.config import WorkerConfig
 from wire.ids import UNIT_TOKENS, PageId, UnitHash
 from wire.model_path import cache_root, model_path
 
@@ -161,27 +157,14 @@ def open_bench(config: WorkerConfig) -> Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory or name; default: PHASEMESH_MODEL")
-    parser.add_argument("--text", type=Path, default=TEXT, help="UTF-8 text; default: the one the tests use")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    arguments = parser.parse_args()
-    if not arguments.text.is_file():
-        parser.error(f"--text {arguments.text}: no such file")
-    torch.set_num_threads(arguments.threads)
-    chosen = {"PHASEMESH_MODEL": arguments.model} if arguments.model else {}
-    config = load(WorkerConfig, {**os.environ, **chosen})
-    tokenizer = Tokenizer.from_file(str(model_path(config.model) / "tokenizer.json"))
-    tokens: list[int] = tokenizer.encode(arguments.text.read_text(encoding="utf-8")).ids
-    if len(tokens) < 4 * UNIT_TOKENS:
-        parser.error(f"--text {arguments.text}: {len(tokens)} tokens; {4 * UNIT_TOKENS} at least")
-    bench = open_bench(config)
+    asked = parse_command_line(__doc__, least_tokens=4 * UNIT_TOKENS)
+    bench, tokens = open_bench(asked.config), asked.tokens
     window = min(WINDOW_TOKENS, bench.runner.card.max_model_len)
     scored = [part for start in range(0, len(tokens), window) if len(part := tokens[start : start + window]) >= 64]
     for part in scored:
         bench.score(part)
     counted = bench.arms[LowerTierDtype.AUTO].score.tokens
-    print(f"{arguments.text.name}: {counted} tokens behind a prefix from a tier, {arguments.threads} threads\n")
+    print(f"{asked.what}: {counted} tokens behind a prefix from a tier\n")
     print(bench.table())
 
 

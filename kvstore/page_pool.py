@@ -19,7 +19,7 @@ told to others (`take_changes`), pulled or indexed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
 from wire.errors import KVPoolExhausted
@@ -163,11 +163,7 @@ class PagePool:
             if not count:
                 self._changes[unit_hash] = True
 
-    def is_computed(self, unit_hash: UnitHash) -> bool:
-        """It lies in a page here, and its step was reported."""
-        return unit_hash in self._computed_in
-
-    def computed_units(self) -> Iterable[UnitHash]:
+    def computed_units(self) -> KeysView[UnitHash]:
         """Every computed unit, once."""
         return self._computed_in.keys()
 

@@ -259,7 +259,9 @@ class Engine:
             seq.request.timeline.worker_lost_s.append(self._now)
             self._placing.requeue(seq, self._now)
         present = list({id(seq.request): seq.request for seq in worker.running.values()}.values())
-        self._blamed[worker.worker_id] = worker.epoch, self._blame(present, error)
+        blamed = self._blame(present, error)
+        self._blamed = {name: (epoch, live) for name, (epoch, of) in self._blamed.items() if (live := self._live(of))}
+        self._blamed[worker.worker_id] = worker.epoch, blamed
 
     def _blame(self, present: list[LiveRequest], error: MeshError) -> list[LiveRequest]:
         """Somebody present may be the cause: a suspect if there was one, else anybody. Returns who was blamed."""
@@ -270,6 +272,9 @@ class Engine:
             if request.faults >= MAX_FAULTS:
                 self._end_request(request, FinishReason.ERROR, error)
         return blamed
+
+    def _live(self, requests: list[LiveRequest]) -> list[LiveRequest]:
+        return [request for request in requests if request.spec.request_id in self._book.live]
 
     def _absolve(self, worker: WorkerView) -> None:
         """A worker is back in the same epoch: it had not died, only its link had, and that is nobody's fault."""
@@ -382,8 +387,11 @@ class Engine:
     def _place_waiting(self) -> None:
         """Admit from the head of each queue; a head without room blocks those behind it, and the workers it waits for
         are closed to other queues, so that nobody starves."""
+        heads = self._queue.heads()
+        if not heads:
+            return
         closed = set(self._placing.awaited)
-        for queue in self._queue.heads():
+        for queue in heads:
             while self._workers and (seq := queue.peek()) is not None:
                 if self._already_over(seq) or self._placing.admit(seq, closed, self._now):
                     continue

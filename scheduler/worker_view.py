@@ -94,10 +94,6 @@ class WorkerView:
         return sum(1 for f in self.in_flight if f.plan.max_steps)
 
     @property
-    def takes_prompts(self) -> bool:
-        return self.role is not Role.DECODE
-
-    @property
     def takes_decodes(self) -> bool:
         return self.role is not Role.PREFILL
 

@@ -101,6 +101,8 @@ class Transfers:
     def distrust(self, pull: Pull, now: float) -> None:
         """It failed."""
         if pull.source is not None:
+            # Workers come and go under ever new names: what is over is not kept.
+            self._distrusted = {pair: until for pair, until in self._distrusted.items() if until > now}
             self._distrusted[pull.source.worker_id, pull.target.worker_id] = now + DISTRUST_S
 
     def begin(

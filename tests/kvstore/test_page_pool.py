@@ -143,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
             (self.told.add if is_there else self.told.discard)(unit_hash)
         assert self.told == set(self.pool.computed_units()) == computed
         assert not self.pool.has_changes and self.pool.take_changes() == {}
-        assert all(self.pool.is_computed(chain[0]) == (chain[0] in computed) for chain in CHAINS)
+        assert all((chain[0] in self.pool.computed_units()) == (chain[0] in computed) for chain in CHAINS)
 
 
 TestPoolMachine = PoolMachine.TestCase
@@ -188,7 +188,7 @@ def test_a_published_unit_is_told_once_its_step_is_reported() -> None:
     (page,) = pool.allocate(1)
     pool.publish(page, CHAINS[0][0])
     assert pool.match(CHAINS[0][:1]).partial_page == page
-    assert not pool.is_computed(CHAINS[0][0]) and not pool.has_changes
+    assert CHAINS[0][0] not in pool.computed_units() and not pool.has_changes
     pool.mark_computed(page, CHAINS[0][0])
     assert pool.take_changes() == {CHAINS[0][0]: True}
 
@@ -201,7 +201,7 @@ def test_a_unit_that_lies_in_two_pages_goes_with_the_last_one() -> None:
         pool.mark_computed(page, CHAINS[0][0])
     assert pool.take_changes() == {CHAINS[0][0]: True}
     pool.withdraw(first)
-    assert pool.is_computed(CHAINS[0][0]) and not pool.has_changes
+    assert CHAINS[0][0] in pool.computed_units() and not pool.has_changes
     pool.withdraw(second)
     assert pool.take_changes() == {CHAINS[0][0]: False}
 
