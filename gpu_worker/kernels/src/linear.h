@@ -70,14 +70,29 @@ struct ScaledWeights {
   }
 };
 
+// Leaves what it reads in float32 for whoever comes next.
+template <typename Source>
+struct Kept {
+  Source source;
+  float* floats;
+  auto run(int64_t i) const { return Kept<decltype(source.run(i))>{source.run(i), floats + i * COLUMNS}; }
+  void ahead(int64_t step) const { source.ahead(step); }
+  vec at(int64_t step, int v) const {
+    const vec value = source.at(step, v);
+    store(floats + step * COLUMNS + v * LANES, value);
+    return value;
+  }
+};
+
+// A panel from row `start` on, a multiple of RUN.
 template <Stored S>
-static inline auto source(const Linear& w, int64_t panel) {
-  const int64_t at = panel * w.depth * COLUMNS;
+static inline auto source(const Linear& w, int64_t panel, int64_t start = 0) {
+  const int64_t at = (panel * w.depth + start) * COLUMNS;
   if constexpr (S == Stored::FLOAT32) return Weights<float>{static_cast<const float*>(w.panels) + at};
   if constexpr (S == Stored::BFLOAT16) return Weights<uint16_t>{static_cast<const uint16_t*>(w.panels) + at};
   if constexpr (S == Stored::INT8) {
     const int64_t groups = (w.depth + SCALE_DEPTH - 1) / SCALE_DEPTH;
-    return ScaledWeights{static_cast<const int8_t*>(w.panels) + at, w.scales + panel * groups * COLUMNS};
+    return ScaledWeights{static_cast<const int8_t*>(w.panels) + at, w.scales + (panel * groups + start / SCALE_DEPTH) * COLUMNS};
   }
 }
 
@@ -129,7 +144,8 @@ static inline void multiply_panels(const float* x, int64_t x_stride, const Linea
 constexpr int64_t BLOCK_DEPTH = 256;  // 16 KB of a panel, which stay in the first cache while rows go by
 constexpr int64_t scratch_size(int64_t rows) { return (BLOCK_DEPTH + rows) * COLUMNS; }
 
-// More rows than a tile: a panel goes by in blocks, each met by all rows before the next.
+// More rows than a tile: a panel goes by in blocks, each met by all rows before the next. The first tile of rows widens a
+// block on its way, the others find it in float32.
 template <Epilogue E, Stored S>
 static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t panel, float* out,
                           int64_t out_stride, float* scratch) {
@@ -138,30 +154,27 @@ static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const 
   const float* bias = w.bias ? w.bias + column : nullptr;
   for (int64_t start = 0; start < w.depth; start += BLOCK_DEPTH) {
     const int64_t depth = w.depth - start < BLOCK_DEPTH ? w.depth - start : BLOCK_DEPTH;
-    const auto stored = source<S>(w, panel);
-    if constexpr (S != Stored::FLOAT32)
-      for (int64_t i = 0; i < depth; i += RUN) {
-        const auto run = stored.run(start + i);
-        for (int64_t step = 0; step < RUN && i + step < depth; ++step) {
-          run.ahead(step);
-          for (int v = 0; v < VECS; ++v) store(scratch + (i + step) * COLUMNS + v * LANES, run.at(step, v));
-        }
-      }
+    const auto stored = source<S>(w, panel, start);
     for_tiles(rows, [&](auto tile_rows, int64_t first) __attribute__((always_inline)) {
       constexpr int R = decltype(tile_rows)::value;
-      Tile<R> tile;
-      if (start == 0)
-        tile.clear();
-      else
-        tile.read(sums + first * COLUMNS, COLUMNS);
-      if constexpr (S == Stored::FLOAT32)
-        tile.multiply(x + first * x_stride + start, x_stride, {stored.run(start)}, depth);
-      else
-        tile.multiply(x + first * x_stride + start, x_stride, {Floats{scratch}}, depth);
-      if (start + depth == w.depth)
-        finish_panel<E, R>(tile.sums[0], bias, out + first * out_stride + column, out_stride, width);
-      else
-        tile.write(sums + first * COLUMNS, COLUMNS);
+      if constexpr (R * 2 >= TILE_ROWS) {
+        const float* from = x + first * x_stride + start;
+        Tile<R> tile;
+        if (start == 0)
+          tile.clear();
+        else
+          tile.read(sums + first * COLUMNS, COLUMNS);
+        if constexpr (S == Stored::FLOAT32)
+          tile.multiply(from, x_stride, {stored}, depth);
+        else if (first == 0)
+          tile.multiply(from, x_stride, {Kept<decltype(source<S>(w, 0))>{stored, scratch}}, depth);
+        else
+          tile.multiply(from, x_stride, {Floats{scratch}}, depth);
+        if (start + depth == w.depth)
+          finish_panel<E, R>(tile.sums[0], bias, out + first * out_stride + column, out_stride, width);
+        else
+          tile.write(sums + first * COLUMNS, COLUMNS);
+      }
     });
   }
 }

@@ -72,12 +72,23 @@ struct Count {
   static constexpr int value = N;
 };
 
-// Calls body(Count<R>, first row) for full tiles, then for what is left.
-template <int R = TILE_ROWS, typename Body>
-static inline void for_tiles(int64_t rows, Body body, int64_t first = 0) {
-  for (; rows - first >= R; first += R) body(Count<R>{}, first);
-  if constexpr (R > 1)
-    if (first < rows) for_tiles<R - 1>(rows, body, first);
+// Calls body(Count<n>), n of [1, MOST].
+template <int MOST, typename Body>
+static inline void with_count(int64_t n, Body body) {
+  if constexpr (MOST > 1)
+    if (n < MOST) return with_count<MOST - 1>(n, body);
+  body(Count<MOST>{});
+}
+
+// Calls body(Count<R>, first row) for as few tiles as can be, as even as can be: a small one would leave the core idle.
+// Of more rows than one tile, none has less than half a tile's.
+template <typename Body>
+static inline void for_tiles(int64_t rows, Body body) {
+  int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  for (int64_t first = 0, size; first < rows; first += size, --tiles) {
+    size = (rows - first + tiles - 1) / tiles;
+    with_count<TILE_ROWS>(size, [&](auto count) __attribute__((always_inline)) { body(count, first); });
+  }
 }
 
 // Panels that a tile of few rows takes at once: one chain of additions a row does not keep a core busy.
