@@ -37,9 +37,10 @@ static inline float widen(uint16_t bfloat16) {
 }
 
 // Weights come from memory, once: asked for early, since a tile of many rows looks less far ahead than memory is away.
-// Past a panel's end begins the next one.
+// Past a panel's end begins the next one. Always inlined: the compiler takes a function that only prefetches for one
+// without effect, and drops its calls.
 template <typename T>
-static inline void fetch_ahead(const T* values, int64_t step) {
+__attribute__((always_inline)) static inline void fetch_ahead(const T* values, int64_t step) {
   constexpr int64_t LINES_AHEAD = 64, ROWS_IN_LINE = 4 / sizeof(T);
   if (step % ROWS_IN_LINE == 0) __builtin_prefetch(values + (step + LINES_AHEAD * ROWS_IN_LINE) * COLUMNS, 0, 2);
 }
@@ -48,14 +49,14 @@ template <typename T>
 struct Weights {
   const T* values;
   Weights run(int64_t i) const { return {values + i * COLUMNS}; }
-  void ahead(int64_t step) const { fetch_ahead(values, step); }
+  __attribute__((always_inline)) void ahead(int64_t step) const { fetch_ahead(values, step); }
   vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES); }
 };
 
 struct ScaledRun {
   const int8_t* values;
   vec scales[VECS];
-  void ahead(int64_t step) const { fetch_ahead(values, step); }
+  __attribute__((always_inline)) void ahead(int64_t step) const { fetch_ahead(values, step); }
   vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES) * scales[v]; }
 };
 
@@ -76,7 +77,7 @@ struct Kept {
   Source source;
   float* floats;
   auto run(int64_t i) const { return Kept<decltype(source.run(i))>{source.run(i), floats + i * COLUMNS}; }
-  void ahead(int64_t step) const { source.ahead(step); }
+  __attribute__((always_inline)) void ahead(int64_t step) const { source.ahead(step); }
   vec at(int64_t step, int v) const {
     const vec value = source.at(step, v);
     store(floats + step * COLUMNS + v * LANES, value);

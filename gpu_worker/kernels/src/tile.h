@@ -9,7 +9,7 @@
 constexpr int COLUMNS = 16;
 constexpr int VECS = COLUMNS / LANES;
 // Rows of a full tile. Accumulators must fit the registers beside a row of B: 32 with AVX-512, else 16.
-constexpr int TILE_ROWS = LANES == 16 ? 12 : 4;
+constexpr int TILE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;
 
 constexpr int64_t RUN = 64;  // rows of B that are looked at together
 
@@ -45,8 +45,9 @@ struct Tile {
         for (int v = 0; v < VECS; ++v) store(c + r * c_stride + p * COLUMNS + v * LANES, sums[p][r][v]);
   }
 
+  // Always inlined: called, it would keep its sums in memory, and not be trusted to prefetch (linear.h).
   template <typename Source>
-  void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P], int64_t depth) {
+  __attribute__((always_inline)) void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P], int64_t depth) {
     for (int64_t start = 0; start < depth; start += RUN) {
       decltype(b[0].run(0)) runs[P];
       for (int p = 0; p < P; ++p) runs[p] = b[p].run(start);
