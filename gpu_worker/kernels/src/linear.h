@@ -93,7 +93,8 @@ static inline auto source(const Linear& w, int64_t panel, int64_t start = 0) {
   if constexpr (S == Stored::BFLOAT16) return Weights<uint16_t>{static_cast<const uint16_t*>(w.panels) + at};
   if constexpr (S == Stored::INT8) {
     const int64_t groups = (w.depth + SCALE_DEPTH - 1) / SCALE_DEPTH;
-    return ScaledWeights{static_cast<const int8_t*>(w.panels) + at, w.scales + (panel * groups + start / SCALE_DEPTH) * COLUMNS};
+    return ScaledWeights{static_cast<const int8_t*>(w.panels) + at,
+                         w.scales + (panel * groups + start / SCALE_DEPTH) * COLUMNS};
   }
 }
 
@@ -105,13 +106,14 @@ static inline vec finish(vec out, vec y) {
   return out / (1.0f + exp(-out)) * y;
 }
 
-// A panel's sums, its bias added (or null), go through the epilogue. `width` columns of the panel are real.
-template <Epilogue E, int R>
-static inline void finish_panel(const vec (&sums)[R][VECS], const float* bias, float* out, int64_t out_stride,
-                                int64_t width) {
+// A panel's sums, rows `stride` apart, its bias added (or null), go through the epilogue. `width` columns of the panel are
+// real.
+template <Epilogue E>
+static inline void finish_panel(const float* sums, int64_t stride, int64_t rows, const float* bias, float* out,
+                                int64_t out_stride, int64_t width) {
   float padded_bias[COLUMNS] = {};
   if (bias) memcpy(padded_bias, bias, width * sizeof(float));
-  for (int r = 0; r < R; ++r) {
+  for (int64_t r = 0; r < rows; ++r) {
     float* to = out + r * out_stride;
     float edge[COLUMNS] = {};
     float* target = to;
@@ -120,30 +122,47 @@ static inline void finish_panel(const vec (&sums)[R][VECS], const float* bias, f
       target = edge;
     }
     for (int v = 0; v < VECS; ++v) {
-      const vec y = sums[r][v] + load(padded_bias + v * LANES);
+      const vec y = load(sums + r * stride + v * LANES) + load(padded_bias + v * LANES);
       store(target + v * LANES, finish<E>(load(target + v * LANES), y));
     }
     if (width < COLUMNS) memcpy(to, edge, width * sizeof(float));
   }
 }
 
-// P panels from `panel` on for R rows.
+// P panels from `panel` on for R rows. Not inlined: beside other tiles there are too few registers for the addresses of
+// rows.
 template <Epilogue E, int R, int P, typename Source>
-static inline void multiply_panels(const float* x, int64_t x_stride, const Linear& w, const Source (&sources)[P],
-                                   int64_t panel, float* out, int64_t out_stride) {
+__attribute__((noinline)) static void multiply_panels(const float* x, int64_t x_stride, const Linear& w,
+                                                      const Source (&sources)[P], int64_t panel, float* out,
+                                                      int64_t out_stride) {
   Tile<R, P> tile;
   tile.clear();
   tile.multiply(x, x_stride, sources, w.depth);
+  float sums[R * P * COLUMNS];
+  tile.write(sums, P * COLUMNS);
   for (int p = 0; p < P; ++p) {
     const int64_t column = (panel + p) * COLUMNS, left = w.columns - column;
-    finish_panel<E, R>(tile.sums[p], w.bias ? w.bias + column : nullptr, out + column, out_stride,
-                       left < COLUMNS ? left : int64_t{COLUMNS});
+    finish_panel<E>(sums + p * COLUMNS, P * COLUMNS, R, w.bias ? w.bias + column : nullptr, out + column, out_stride,
+                    left < COLUMNS ? left : int64_t{COLUMNS});
   }
 }
 
 // A thread's scratch for many rows: a block of a panel in float32, and the sums of the blocks before it.
 constexpr int64_t BLOCK_DEPTH = 256;  // 16 KB of a panel, which stay in the first cache while rows go by
 constexpr int64_t scratch_size(int64_t rows) { return (BLOCK_DEPTH + rows) * COLUMNS; }
+
+// sums [R][16] (+)= R rows times a block of a panel. Not inlined either.
+template <int R, typename Source>
+__attribute__((noinline)) static void multiply_block(const float* x, int64_t x_stride, const Source& block,
+                                                     int64_t depth, bool is_first, float* sums) {
+  Tile<R> tile;
+  if (is_first)
+    tile.clear();
+  else
+    tile.read(sums, COLUMNS);
+  tile.multiply(x, x_stride, {block}, depth);
+  tile.write(sums, COLUMNS);
+}
 
 // More rows than a tile: a panel goes by in blocks, each met by all rows before the next. The first tile of rows widens a
 // block on its way, the others find it in float32.
@@ -152,32 +171,24 @@ static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const 
                           int64_t out_stride, float* scratch) {
   float* sums = scratch + BLOCK_DEPTH * COLUMNS;
   const int64_t column = panel * COLUMNS, left = w.columns - column, width = left < COLUMNS ? left : int64_t{COLUMNS};
-  const float* bias = w.bias ? w.bias + column : nullptr;
   for (int64_t start = 0; start < w.depth; start += BLOCK_DEPTH) {
     const int64_t depth = w.depth - start < BLOCK_DEPTH ? w.depth - start : BLOCK_DEPTH;
     const auto stored = source<S>(w, panel, start);
-    for_tiles(rows, [&](auto tile_rows, int64_t first) __attribute__((always_inline)) {
+    for_tiles(rows, [&](auto tile_rows, int64_t first) {
       constexpr int R = decltype(tile_rows)::value;
       if constexpr (R * 2 >= TILE_ROWS) {
         const float* from = x + first * x_stride + start;
-        Tile<R> tile;
-        if (start == 0)
-          tile.clear();
-        else
-          tile.read(sums + first * COLUMNS, COLUMNS);
+        float* to = sums + first * COLUMNS;
         if constexpr (S == Stored::FLOAT32)
-          tile.multiply(from, x_stride, {stored}, depth);
+          multiply_block<R>(from, x_stride, stored, depth, start == 0, to);
         else if (first == 0)
-          tile.multiply(from, x_stride, {Kept<decltype(source<S>(w, 0))>{stored, scratch}}, depth);
+          multiply_block<R>(from, x_stride, Kept<decltype(source<S>(w, 0))>{stored, scratch}, depth, start == 0, to);
         else
-          tile.multiply(from, x_stride, {Floats{scratch}}, depth);
-        if (start + depth == w.depth)
-          finish_panel<E, R>(tile.sums[0], bias, out + first * out_stride + column, out_stride, width);
-        else
-          tile.write(sums + first * COLUMNS, COLUMNS);
+          multiply_block<R>(from, x_stride, Floats{scratch}, depth, start == 0, to);
       }
     });
   }
+  finish_panel<E>(sums, COLUMNS, rows, w.bias ? w.bias + column : nullptr, out + column, out_stride, width);
 }
 
 // At most a tile of rows: as many panels at a time as keep a core busy.

@@ -47,7 +47,8 @@ struct Tile {
 
   // Always inlined: called, it would keep its sums in memory, and not be trusted to prefetch (linear.h).
   template <typename Source>
-  __attribute__((always_inline)) void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P], int64_t depth) {
+  __attribute__((always_inline)) void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P],
+                                               int64_t depth) {
     for (int64_t start = 0; start < depth; start += RUN) {
       decltype(b[0].run(0)) runs[P];
       for (int p = 0; p < P; ++p) runs[p] = b[p].run(start);
