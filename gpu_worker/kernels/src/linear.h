@@ -171,6 +171,7 @@ static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const 
                           int64_t out_stride, float* scratch) {
   float* sums = scratch + BLOCK_DEPTH * COLUMNS;
   const int64_t column = panel * COLUMNS, left = w.columns - column, width = left < COLUMNS ? left : int64_t{COLUMNS};
+  const float* bias = w.bias ? w.bias + column : nullptr;
   for (int64_t start = 0; start < w.depth; start += BLOCK_DEPTH) {
     const int64_t depth = w.depth - start < BLOCK_DEPTH ? w.depth - start : BLOCK_DEPTH;
     const auto stored = source<S>(w, panel, start);
@@ -185,10 +186,11 @@ static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const 
           multiply_block<R>(from, x_stride, Kept<decltype(source<S>(w, 0))>{stored, scratch}, depth, start == 0, to);
         else
           multiply_block<R>(from, x_stride, Floats{scratch}, depth, start == 0, to);
+        if (start + depth == w.depth)
+          finish_panel<E>(to, COLUMNS, R, bias, out + first * out_stride + column, out_stride, width);
       }
     });
   }
-  finish_panel<E>(sums, COLUMNS, rows, w.bias ? w.bias + column : nullptr, out + column, out_stride, width);
 }
 
 // At most a tile of rows: as many panels at a time as keep a core busy.
