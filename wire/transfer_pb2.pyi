@@ -302,16 +302,16 @@ class Chunk(_message.Message):
     NUM_UNITS_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     first_unit: _builtins.int
     num_units: _builtins.int
     first_layer: _builtins.int
     num_layers: _builtins.int
-    data: _builtins.bytes
-    """[num_layers, num_units, 2 (K, V), bytes of a unit's layer]"""
     crc32: _builtins.int
     """of data"""
+    data: _builtins.bytes
+    """[num_layers, 2 (K, V), num_units, bytes of a unit's layer]; last on the wire too"""
     def __init__(
         self,
         *,
@@ -319,8 +319,8 @@ class Chunk(_message.Message):
         num_units: _builtins.int = ...,
         first_layer: _builtins.int = ...,
         num_layers: _builtins.int = ...,
-        data: _builtins.bytes = ...,
         crc32: _builtins.int = ...,
+        data: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
