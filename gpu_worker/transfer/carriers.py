@@ -118,15 +118,16 @@ class RemoteCarrier:
             offer = decode_offer(next(parts))
             pull.heard()
             pull.transport = offer.transport
+            positions = list(offer.in_pages.positions)
             if offer.transport != GRPC:
-                positions = list(offer.in_pages.positions)
                 reader = self._reader(pull, stub, offer, [pull.places[position] for position in positions])
                 if reader is None:
                     call.cancel()
                     return False
                 self._read_memory(pull, reader, positions)
-            for part in parts:
-                self._store(pull, part)
+            if offer.transport == GRPC or len(positions) < offer.num_units:
+                for part in parts:
+                    self._store(pull, part)
         except grpc.RpcError as error:
             raise TransferFailed(_reason(pull, error)) from error
         except StopIteration as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from gpu_worker.transfer.port import Bytes, Generations, KvFormat, UnitPlace
 from gpu_worker.transfer.shared_pool import PoolAddress, PoolLayout, SharedPool
 
+Run: TypeAlias = tuple[int, int, int]
+"""Where it goes, where it comes from, and how long it is."""
 Runs: TypeAlias = NDArray[np.int64]
-"""[n, 3]: of each run, where it goes, where it comes from, and how long it is."""
+"""[n, 3]."""
 CopyRuns: TypeAlias = Callable[[int, int, Runs], None]
 """Copies runs of bytes, offsets from two addresses: (to, from, runs). All is written when it returns."""
 
@@ -93,11 +95,11 @@ class HostPages:
 
         Raises ValueError when the pools have no such units.
         """
-        runs = common_runs(self._indices(places), indices)
-        for pool, begin in ((self.units, runs[:, 0]), (theirs, runs[:, 1])):
-            if (begin < 0).any() or (begin + runs[:, 2] > pool.shape[2]).any():
-                raise ValueError(f"a unit outside the {pool.shape[2]} of a pool")
-        return LayerCopier(self.units, theirs, runs, self._copy_runs)
+        ours = self._indices(places)
+        for pool, of_pool in ((self.units, ours), (theirs, indices)):
+            if max(of_pool, default=0) >= pool.shape[2]:
+                raise ValueError(f"unit {max(of_pool)} of a layer of {pool.shape[2]}")
+        return LayerCopier(self.units, theirs, common_runs(ours, indices), self._copy_runs)
 
     def unit_index(self, place: UnitPlace) -> int:
         """Where a unit lies among all units of a layer."""
@@ -106,24 +108,23 @@ class HostPages:
     def _indices(self, places: Sequence[UnitPlace]) -> list[int]:
         return [place.page_id * self.units_per_page + place.index for place in places]
 
-    def _runs(self, places: Sequence[UnitPlace]) -> list[list[int]]:
-        """[position among places, first unit, length] of each stretch of neighbours."""
-        runs: list[list[int]] = common_runs(range(len(places)), self._indices(places)).tolist()
-        return runs
+    def _runs(self, places: Sequence[UnitPlace]) -> list[Run]:
+        """(position among places, first unit, length) of each stretch of neighbours."""
+        return common_runs(range(len(places)), self._indices(places))
 
 
 class LayerCopier:
     """Runs of units out of one pool into another. Both must stay mapped while this is used, and this keeps them."""
 
-    def __init__(self, ours: Bytes, theirs: Bytes, runs: Runs, copy_runs: CopyRuns | None) -> None:
-        """ours, theirs: as of pool_units. runs: [n, 3]: first unit here, first unit there, units. copy_runs None: numpy
-        does it, half as fast."""
+    def __init__(self, ours: Bytes, theirs: Bytes, runs: Sequence[Run], copy_runs: CopyRuns | None) -> None:
+        """ours, theirs: as of pool_units. runs: first unit here, first unit there, units. copy_runs None: numpy does
+        it, half as fast."""
         self._ours, self._theirs = ours, theirs
         self._runs = runs
         self._copy_runs = copy_runs
         if copy_runs is not None:
             self._addresses = ours.ctypes.data, theirs.ctypes.data
-            self._by_layer = _byte_runs(ours.strides, theirs.strides, runs, num_layers=ours.shape[1])
+            self._by_layer = _byte_runs(ours, theirs, runs)
 
     def copy(self, layers: range) -> None:
         if self._copy_runs is not None:
@@ -131,16 +132,17 @@ class LayerCopier:
             return
         for layer in layers:
             to, source = self._ours[:, layer], self._theirs[:, layer]
-            for begin, first, count in self._runs.tolist():
+            for begin, first, count in self._runs:
                 to[:, begin : begin + count] = source[:, first : first + count]
 
 
-def _byte_runs(to: Sequence[int], source: Sequence[int], runs: Runs, *, num_layers: int) -> Runs:
-    """Runs of bytes, [num_layers, 2 * len(runs), 3], of runs of units; to, source: strides as of pool_units."""
-    unit_bytes = to[2]
-    half = np.array([[0, 0, 0], [to[0], source[0], 0]], np.int64)
-    layer = np.arange(num_layers)[:, np.newaxis] * np.array([to[1], source[1], 0], np.int64)
-    by_layer = layer[:, np.newaxis, np.newaxis] + half[:, np.newaxis] + runs * unit_bytes
+def _byte_runs(ours: Bytes, theirs: Bytes, runs: Sequence[Run]) -> Runs:
+    """Runs of bytes of runs of units: [num_layers, 2 * len(runs), 3]; ours, theirs: as of pool_units."""
+    (our_half, our_layer, unit, _), (their_half, their_layer, _, _) = ours.strides, theirs.strides
+    num_layers = ours.shape[1]
+    halves = np.array([[[0, 0, 0]], [[our_half, their_half, 0]]], np.int64)
+    layers = np.arange(num_layers).reshape(-1, 1, 1, 1) * np.array([our_layer, their_layer, 0], np.int64)
+    by_layer = layers + (halves + unit * np.array(runs, np.int64).reshape(-1, 3))
     return by_layer.reshape(num_layers, -1, 3)
 
 
@@ -157,8 +159,17 @@ def pool_units(kv_format: KvFormat, layout: PoolLayout, pool: memoryview) -> Byt
     )
 
 
-def common_runs(first: Sequence[int], second: Sequence[int]) -> Runs:
-    """(first index, second index, length) of each stretch that is consecutive in both: [n, 3]."""
-    both = np.array((first, second), np.int64)
-    starts = np.flatnonzero((np.diff(both, prepend=-2) != 1).any(axis=0))
-    return np.stack((*both[:, starts], np.diff(starts, append=both.shape[1])), axis=1)
+def common_runs(first: Iterable[int], second: Iterable[int]) -> list[Run]:
+    """(first index, second index, length) of each stretch that is consecutive in both."""
+    runs = []
+    begin = other_begin = length = 0
+    for index, other in zip(first, second, strict=True):
+        if length and index == begin + length and other == other_begin + length:
+            length += 1
+            continue
+        if length:
+            runs.append((begin, other_begin, length))
+        begin, other_begin, length = index, other, 1
+    if length:
+        runs.append((begin, other_begin, length))
+    return runs

@@ -112,7 +112,7 @@ class NixlReader:
         self._agent = endpoint.agent
         self._there = offer.nixl
         indices = [self._pages.unit_index(place) for place in places]
-        self._pieces = common_runs(indices, offer.in_pages.unit_indices).tolist()
+        self._pieces = common_runs(indices, offer.in_pages.unit_indices)
         self._confirm = confirm
         self._stopped = stopped
         self._remote = endpoint.add_remote(self._there.metadata)

@@ -58,9 +58,9 @@ class PoolReader:
         cannot be mapped."""
         address, layout = decode_pool(offer.shared_pool)
         pool = maps.get(address, layout)
-        self._copier = pages.copier(places, pool_units(pages.format, layout, pool), offer.in_pages.unit_indices)
-        self._page_ids = np.array(offer.in_pages.page_ids, np.int64)
-        self._offered = np.array(offer.in_pages.generations, np.uint64)
+        self._copier = pages.copier(places, pool_units(pages.format, layout, pool), [*offer.in_pages.unit_indices])
+        self._page_ids = np.array([*offer.in_pages.page_ids], np.int64)
+        self._offered = np.array([*offer.in_pages.generations], np.uint64)
         self._generations = np.frombuffer(pool, np.uint64, layout.num_pages, layout.generations)
 
     def copy(self, layers: range) -> None:

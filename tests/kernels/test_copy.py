@@ -67,5 +67,5 @@ def test_units_outside_either_pool_are_refused(kernels: Kernels, place: UnitPlac
     rng = np.random.default_rng(1)
     kv_format = KvFormat("any", NUM_LAYERS, 3, 64, 4, unit_tokens=16)
     ours, theirs = random_pages(kv_format, 8, rng, kernels), random_pages(kv_format, 13, rng, None)
-    with pytest.raises(ValueError, match=r"a unit outside the (16|26) of a pool"):
+    with pytest.raises(ValueError, match=r"unit (16 of a layer of 16|26 of a layer of 26)"):
         ours.copier([UnitPlace(PageId(0), 0), place], theirs.units, [0, index])

@@ -15,7 +15,7 @@ from gpu_worker.transfer.carriers import RemoteCarrier
 from gpu_worker.transfer.host_id import host_id
 from gpu_worker.transfer.host_pages import HostPages
 from gpu_worker.transfer.messages import encode_format
-from gpu_worker.transfer.port import Bytes, KvFormat, UnitPlace, unit_places
+from gpu_worker.transfer.port import Bytes, KvFormat, KvPages, UnitPlace, unit_places
 from gpu_worker.transfer.puller import TransferPuller
 from gpu_worker.transfer.rpc import SourceStub, add_source
 from gpu_worker.transfer.shared_pool import SharedPool
@@ -31,7 +31,7 @@ NUM_UNITS = 256
 """32 MiB in chunks of 64 KiB."""
 CHUNK_BYTES = 1 << 16
 NUM_CHUNKS = NUM_UNITS * FORMAT.unit_bytes // CHUNK_BYTES
-MOST_AHEAD = NUM_CHUNKS // 8
+MOST_AHEAD = NUM_CHUNKS // 4
 """What may be on its way to somebody who does not read: the windows of HTTP/2, and two chunks read ahead of them."""
 SHORT_LEASE_MS = 300
 HASHES = [UnitHash(i.to_bytes(32, "big")) for i in range(NUM_UNITS)]
@@ -39,7 +39,7 @@ PAGE_IDS = [PageId(page) for page in range(NUM_UNITS)]
 
 
 class CountingSource(TransferSource):
-    """Counts the chunks it has read, and says when it has ended a pull."""
+    """Counts the chunks it has read, and says when it has done with a pull."""
 
     def __init__(self, kv: HostPages, residency: Residency) -> None:
         super().__init__(
@@ -59,9 +59,9 @@ class CountingSource(TransferSource):
         with self._lock:
             self.num_chunks += 1
 
-    async def Pull(self, request: pb.PullRequest, context: Context) -> None:  # type: ignore[override]
+    async def _serve(self, kv: KvPages, request: pb.PullRequest, context: Context, lease_s: float) -> None:
         try:
-            await super().Pull(request, context)
+            await super()._serve(kv, request, context, lease_s)
         finally:
             self.over.set()
 
