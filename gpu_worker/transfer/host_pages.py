@@ -130,10 +130,9 @@ class LayerCopier:
         if self._copy_runs is not None:
             self._copy_runs(*self._addresses, self._by_layer[layers.start : layers.stop].reshape(-1, 3))
             return
-        for layer in layers:
-            to, source = self._ours[:, layer], self._theirs[:, layer]
-            for begin, first, count in self._runs:
-                to[:, begin : begin + count] = source[:, first : first + count]
+        to, source = (units[:, layers.start : layers.stop] for units in (self._ours, self._theirs))
+        for begin, first, count in self._runs:
+            to[:, :, begin : begin + count] = source[:, :, first : first + count]
 
 
 def _byte_runs(ours: Bytes, theirs: Bytes, runs: Sequence[Run]) -> Runs:
