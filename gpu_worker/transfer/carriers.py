@@ -32,6 +32,10 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 1000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # How far a source may be ahead of what is read here: two chunks, and no more on a fast link, where gRPC's own
+    # estimate grows to 4 MiB. At 0.2 ms between two hosts that still lets 5 GB/s through.
+    ("grpc.http2.lookahead_bytes", 1 << 20),
+    ("grpc.http2.bdp_probe", 0),
 )
 COPY_BYTES = 4 << 20
 """Copied at once, under the pull's lock: one that is ended meanwhile waits for no more."""

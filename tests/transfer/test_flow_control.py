@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 
 from gpu_worker.residency import Residency
-from gpu_worker.transfer.carriers import RemoteCarrier
+from gpu_worker.transfer.carriers import CHANNEL_OPTIONS, RemoteCarrier
 from gpu_worker.transfer.host_id import host_id
 from gpu_worker.transfer.host_pages import HostPages
 from gpu_worker.transfer.messages import encode_format
@@ -31,8 +31,8 @@ NUM_UNITS = 256
 """32 MiB in chunks of 64 KiB."""
 CHUNK_BYTES = 1 << 16
 NUM_CHUNKS = NUM_UNITS * FORMAT.unit_bytes // CHUNK_BYTES
-MOST_AHEAD = NUM_CHUNKS // 4
-"""What may be on its way to somebody who does not read: the windows of HTTP/2, and two chunks read ahead of them."""
+MOST_AHEAD = 2 * (1 << 20) // CHUNK_BYTES
+"""What may be on its way to somebody who does not read: HTTP/2's window of 1 MiB, and a few chunks at either end."""
 SHORT_LEASE_MS = 300
 HASHES = [UnitHash(i.to_bytes(32, "big")) for i in range(NUM_UNITS)]
 PAGE_IDS = [PageId(page) for page in range(NUM_UNITS)]
@@ -141,7 +141,7 @@ async def test_a_slow_puller_holds_its_source_back_and_nobody_else_up() -> None:
 
 async def test_a_puller_that_reads_nothing_is_given_up_when_its_lease_is_over() -> None:
     async with serving() as (source, _, address):
-        with grpc.insecure_channel(address) as channel:
+        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             request = pb.PullRequest(
                 source_epoch=1,
                 namespace="flow",
