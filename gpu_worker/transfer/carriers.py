@@ -13,6 +13,7 @@ import grpc
 from gpu_worker.transfer.host_id import host_id
 from gpu_worker.transfer.host_pages import HostPages
 from gpu_worker.transfer.messages import decode_chunk, decode_offer, encode_format
+from gpu_worker.transfer.nearby import Neighbours
 from gpu_worker.transfer.nixl import NixlEndpoint, NixlReader
 from gpu_worker.transfer.port import KvPages, LowerTiers, UnitPlace
 from gpu_worker.transfer.pull import Pull
@@ -95,11 +96,13 @@ class RemoteCarrier:
         self._host_id = host_id()
         self._format = encode_format(kv.format)
         self._maps = PoolMaps()
+        self._neighbours = Neighbours()
         self._sources: dict[str, tuple[grpc.Channel, SourceStub]] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
         self._maps.clear()
+        self._neighbours.close()
         for channel, _ in self._sources.values():
             channel.close()
 
@@ -109,8 +112,22 @@ class RemoteCarrier:
 
     def carry(self, pull: Pull) -> None:
         """As the source offers; by gRPC when its memory cannot be reached after all."""
-        if not self._attempt(pull, self._transports):
+        if not self._attempt_nearby(pull) and not self._attempt(pull, self._transports):
             self._attempt(pull, [GRPC])
+
+    def _attempt_nearby(self, pull: Pull) -> bool:
+        """From a neighbour that has all of it in its pages. False: ask by gRPC."""
+        raw = self._neighbours.ask(pull, self._request(pull, self._transports).SerializeToString())
+        if raw is None:
+            return False
+        offer = pb.Offer.FromString(raw)
+        pull.heard()
+        pull.transport = offer.transport
+        reader = self._reader(pull, None, offer, pull.places)
+        if reader is None:
+            return False
+        self._read_memory(pull, reader, range(len(pull.places)))
+        return True
 
     def _attempt(self, pull: Pull, transports: Sequence[str]) -> bool:
         """False: the memory that was offered cannot be reached from here."""
@@ -122,6 +139,7 @@ class RemoteCarrier:
             offer = decode_offer(next(parts))
             pull.heard()
             pull.transport = offer.transport
+            self._neighbours.learn(pull.request.source_address, offer.shared_pool.ask_socket)
             positions = list(offer.in_pages.positions)
             if offer.transport != GRPC:
                 reader = self._reader(pull, stub, offer, [pull.places[position] for position in positions])
@@ -153,19 +171,19 @@ class RemoteCarrier:
         )
 
     def _reader(
-        self, pull: Pull, stub: SourceStub, offer: pb.Offer, places: Sequence[UnitPlace]
+        self, pull: Pull, stub: SourceStub | None, offer: pb.Offer, places: Sequence[UnitPlace]
     ) -> MemoryReader | None:
         try:
             if offer.transport == SHM and isinstance(self._kv, HostPages):
                 return PoolReader(self._kv, offer, places, self._maps)
-            if offer.transport == NIXL and self._endpoint is not None:
+            if offer.transport == NIXL and self._endpoint is not None and stub is not None:
                 confirm = _confirmation(pull, stub, offer)
                 return NixlReader(self._endpoint, offer, places, confirm, lambda: pull.is_ending)
         except (OSError, ValueError) as error:  # another pid namespace, another user, a pool that is gone
             log.info("the source's memory cannot be reached; by gRPC", extra={"reason": str(error)})
         return None
 
-    def _read_memory(self, pull: Pull, reader: MemoryReader, positions: list[int]) -> None:
+    def _read_memory(self, pull: Pull, reader: MemoryReader, positions: Sequence[int]) -> None:
         num_layers = self._kv.format.num_layers
         at_once = max(1, self._copy_bytes // (max(1, len(positions)) * 2 * self._kv.format.unit_layer_bytes))
         try:

@@ -16,8 +16,8 @@ from wire import transfer_pb2 as pb
 from wire.errors import TransferFailed
 
 CHUNK_BYTES = 512 << 10
-"""Data of one chunk; one unit in one layer at least. Measured: chunks of 1 MiB, which no core's cache holds on their way
-from copy to copy, come a fifth slower."""
+"""Data of one chunk; one unit in one layer at least. Chunks of 1 MiB, which no core's cache holds from copy to copy,
+were measured a fifth slower."""
 
 
 def encode_format(f: KvFormat) -> pb.KvFormat:

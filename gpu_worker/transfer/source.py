@@ -20,12 +20,14 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from gpu_worker.grpc_status import status_of
 from gpu_worker.residency import Found, Residency
 from gpu_worker.transfer.host_id import host_id
 from gpu_worker.transfer.host_pages import HostPages
 from gpu_worker.transfer.messages import CHUNK_BYTES, decode_format, encode_chunk, encode_pool
+from gpu_worker.transfer.nearby import AskServer
 from gpu_worker.transfer.nixl import NixlEndpoint
 from gpu_worker.transfer.port import KvFormat, KvPages, LowerTiers, UnitPlace
 from gpu_worker.transfer.transports import GRPC, NIXL, SHM, choose_transport
@@ -96,15 +98,20 @@ class TransferSource(pb_grpc.KvTransferServicer):
         self._after_read = after_read
         self._chunk_bytes = chunk_bytes
         self._host_id = host_id()
+        self._asks: AskServer | None = None
         self._threads = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="kv-source")
         self._serving = asyncio.Semaphore(MAX_SERVED)
 
     async def __aenter__(self) -> Self:
+        if SHM in self._transports:
+            self._asks = AskServer(self._answer)
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._asks is not None:
+            self._asks.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def Pull(  # type: ignore[override]  # grpc.aio takes a coroutine too; its stubs know generators only
@@ -124,6 +131,18 @@ class TransferSource(pb_grpc.KvTransferServicer):
             await context.abort(status_of(error), error.message)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"lease_ms: nothing sent for {request.lease_ms} ms")
+
+    def _answer(self, raw: bytes) -> bytes | None:
+        """To a neighbour, in the thread of its asks: an offer of all it wants, in pages; None: let it ask by gRPC."""
+        try:
+            request = pb.PullRequest.FromString(raw)
+            kv = self._admit(request)
+        except (DecodeError, MeshError):
+            return None
+        found = self._residency.find([UnitHash(unit_hash) for unit_hash in request.unit_hashes])
+        if len(found.places) < len(request.unit_hashes) or request.host_id != self._host_id:
+            return None
+        return self._offer(kv, _Held(len(found.places), [*range(len(found.places))], found), SHM).SerializeToString()
 
     async def Confirm(self, request: pb.ConfirmRequest, context: Context) -> pb.ConfirmReply:
         found = Found([UnitPlace(PageId(page), 0) for page in request.page_ids], list(request.generations))
@@ -189,6 +208,7 @@ class TransferSource(pb_grpc.KvTransferServicer):
         if transport == SHM:
             assert isinstance(kv, HostPages) and kv.pool_address is not None  # else it is not among the transports
             offer.shared_pool.CopyFrom(encode_pool(kv.pool_address, kv.pool_layout))
+            offer.shared_pool.ask_socket = "" if self._asks is None else self._asks.name
             columns.unit_indices.extend(map(kv.unit_index, held.found.places))
         elif transport == NIXL:
             assert self._endpoint is not None
