@@ -1,4 +1,4 @@
-"""Asking a neighbour on this host: a Unix socket straight to a thread of the source's, in a tenth of gRPC's time.
+"""Asking a neighbour on this host: a Unix socket straight to a thread of the source's, without gRPC's many hands.
 
 Whether it is asked here or by gRPC, the offer is the same one. Here all is offered, in pages, or nothing: whatever else
 there is to say (units below the pages, a refusal by name), gRPC says.
