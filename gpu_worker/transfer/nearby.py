@@ -51,9 +51,10 @@ class AskServer:
         self._closing = True
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
+        self._listener.close()
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as ready, self._listener:
+        with selectors.DefaultSelector() as ready:
             ready.register(self._listener, selectors.EVENT_READ)
             while True:
                 events = ready.select()
