@@ -1,0 +1,71 @@
+"""What lies in the cell's Redis tier, whoever stored it: units there outlive their worker. Pure.
+
+Any worker with the same layout (wire.plan.SharedTier) reads them, by a pull from itself. The table follows what workers
+say while they live. What nobody watches any more is taken to be there until its TTL is over, until more was stored
+since than the tier's budget holds (Redis lets go of what was stored first), or until a pull finds it missing: a wrong
+entry costs one pull that fails, and the table never outgrows the tier.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+
+from wire.ids import UnitHash
+from wire.plan import SharedTier, TierUnits, WorkerInfo
+
+
+class SharedUnits:
+    def __init__(self) -> None:
+        self._layouts: dict[str, OrderedDict[UnitHash, float]] = {}  # unit → until when; longest known first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._layouts.values()))
+
+    def readable_by(self, worker: WorkerInfo) -> Collection[UnitHash]:
+        """What the worker can bring to its pages; to be asked, not kept."""
+        return () if worker.shared_tier is None else self._layouts.get(worker.shared_tier.layout, ())
+
+    def changed(self, tier: SharedTier, units: TierUnits, now: float) -> None:
+        """A worker saw these go, and found or stored those."""
+        self._forget(tier, units.dropped)
+        if not units.stored:
+            return
+        known = self._layouts.setdefault(tier.layout, OrderedDict())
+        until = now + tier.ttl_ms * 1e-3
+        for unit_hash in units.stored:
+            known[unit_hash] = until
+            known.move_to_end(unit_hash)
+        while len(known) > tier.max_units:
+            known.popitem(last=False)
+        self._drop_if_empty(tier.layout)
+
+    def missing(self, worker: WorkerInfo, units: Iterable[UnitHash]) -> bool:
+        """A pull by the worker from itself ended before the first of these: none of them is counted on any more. False:
+        it was not counted on because of this table."""
+        return worker.shared_tier is not None and self._forget(worker.shared_tier, units)
+
+    def void(self, worker: WorkerInfo, units: Iterable[UnitHash]) -> None:
+        """The worker does not stand by what it stored."""
+        if worker.shared_tier is not None:
+            self._forget(worker.shared_tier, units)
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old. Where workers' TTLs differ, one with a longer life may keep those after it."""
+        for layout, known in list(self._layouts.items()):
+            while known and next(iter(known.values())) <= now:
+                known.popitem(last=False)
+            self._drop_if_empty(layout)
+
+    def _forget(self, tier: SharedTier, units: Iterable[UnitHash]) -> bool:
+        """Returns whether the first of them was known."""
+        known = self._layouts.get(tier.layout)
+        if known is None:
+            return False
+        were_known = [known.pop(unit_hash, None) is not None for unit_hash in units]
+        self._drop_if_empty(tier.layout)
+        return bool(were_known) and were_known[0]
+
+    def _drop_if_empty(self, layout: str) -> None:
+        if not self._layouts[layout]:
+            del self._layouts[layout]
