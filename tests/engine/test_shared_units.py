@@ -81,6 +81,20 @@ def test_what_an_earlier_epoch_stored_is_read_by_the_next() -> None:
     assert ask(driver, "r") == REST
 
 
+def test_a_new_scheduler_learns_it_from_the_workers_that_know() -> None:
+    """Of what the dead stored, that is what some living worker found in Redis when it started."""
+    redis = PagedRedis(100)
+    driver, _ = stored(redis)
+    unaware, aware = driver.workers[WorkerId("w1")], PagedWorker("w2", PAGES, 16, 64, tier_units=2, redis=redis)
+    successor = Driver(workers=0, step_us=slow)
+    for worker in (unaware, aware):
+        worker.reconnect()
+        successor.join(worker)
+    assert not any(units.tier is Tier.REDIS for units in unaware.tiers())
+    successor.lose(aware)
+    assert ask(successor, "r") == REST
+
+
 @pytest.mark.parametrize("other", [None, PagedRedis(100, layout="another")])
 def test_a_worker_without_that_tier_or_with_another_layout_computes(other: PagedRedis | None) -> None:
     redis = PagedRedis(100)
