@@ -29,6 +29,7 @@ from scheduler.stats import PrefillRate
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
 from wire.ids import UNIT_TOKENS, UnitHash, WorkerId
+from wire.plan import Tier
 
 KV_PRESSURE_TOKENS = 256.0
 """What a full pool weighs, in prefill tokens."""
@@ -42,6 +43,7 @@ UNMEASURED_TOKENS_PER_S = 1000.0
 class Prefixes:
     """Leading units of a chain, by worker; who has none is left out."""
 
+    chain: list[UnitHash]
     to_others: dict[WorkerId, int]
     """It holds them, in whatever tier."""
     to_itself: dict[WorkerId, int]
@@ -55,7 +57,7 @@ class Prefixes:
         return (self.to_itself if source is target else self.to_others).get(source.worker_id, 0)
 
 
-NOTHING = Prefixes({}, {})
+NOTHING = Prefixes([], {}, {})
 
 
 class Router:
@@ -166,7 +168,7 @@ class Router:
             return NOTHING
         chain = seq.unit_hashes()[: (len(seq.tokens) - 1) // UNIT_TOKENS]
         held = {worker_id: prefix.any_tier for worker_id, prefix in self._twin.lookup(chain).items()}
-        return Prefixes(held, self._with_shared(chain, held, workers) if self._shared else held)
+        return Prefixes(chain, held, self._with_shared(chain, held, workers) if self._shared else held)
 
     def _with_shared(
         self, chain: list[UnitHash], held: dict[WorkerId, int], workers: Collection[WorkerView]
@@ -179,11 +181,18 @@ class Router:
             if not shared:
                 continue
             end = before = held.get(worker.worker_id, 0)
-            while end < len(chain) and (chain[end] in shared or self._twin.tiers(worker.worker_id, chain[end])):
+            while end < len(chain) and (chain[end] in shared or self._is_below(worker, chain[end])):
                 end += 1
             if end > before:
                 reach[worker.worker_id] = end
         return reach
+
+    def _is_below(self, worker: WorkerView, unit_hash: UnitHash) -> bool:
+        """The worker can read the unit from below its pages."""
+        if unit_hash in self._shared.readable_by(worker.info):
+            return True
+        tiers = self._twin.tiers(worker.worker_id, unit_hash)
+        return bool(tiers) and tiers[-1] is not Tier.DEVICE
 
     def _placement(
         self, seq: Sequence, room: Room, prefixes: Prefixes, workers: Collection[WorkerView], *, beside_decodes: bool
@@ -233,6 +242,10 @@ class Router:
             if end_unit * UNIT_TOKENS <= room.num_cached:
                 continue
             if not self._transfers.may_pull(source, target, self._now):
+                continue
+            # A worker does not read its own pages: what lies at the head of one that cannot be shared must be below.
+            head = prefixes.chain[first_unit : room.num_cached // UNIT_TOKENS] if source is target else []
+            if not all(self._is_below(target, unit_hash) for unit_hash in head):
                 continue
             option = PullOption(
                 source,

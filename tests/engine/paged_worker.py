@@ -223,7 +223,7 @@ class PagedWorker:
         self.cancelled_pulls.discard(pull_id)
         if source is not None and source.info.epoch == pull.source_epoch and not is_cancelled:
             for unit_hash in pull.unit_hashes[:most_units]:
-                unit = source.unit(unit_hash)
+                unit = source.unit(unit_hash) if source is not self else self._tiers.get(unit_hash)
                 if unit is None:
                     break
                 found.append(unit)

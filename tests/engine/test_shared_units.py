@@ -22,10 +22,8 @@ PAGES = 16
 """Of each worker: one prompt of 200 tokens pushes out another."""
 
 
-def newcomer(driver: Driver, redis: PagedRedis | None, name: str = "w1", *, epoch: int = 1) -> PagedWorker:
-    worker = PagedWorker(
-        name, PAGES, 16, 64, epoch=epoch, step_us=slow, peers=driver.workers, tier_units=2, redis=redis
-    )
+def newcomer(driver: Driver, redis: PagedRedis | None, name: str = "w1", *, page_size: int = 16) -> PagedWorker:
+    worker = PagedWorker(name, PAGES, page_size, 64, step_us=slow, peers=driver.workers, tier_units=2, redis=redis)
     driver.join(worker)
     return worker
 
@@ -118,6 +116,22 @@ def test_the_head_may_lie_in_a_tier_of_its_own_and_the_tail_in_redis() -> None:
     driver.feed(second.event(TierUnits(Tier.HOST, list(heads))))
     driver.feed(second.event(TierUnits(Tier.REDIS, dropped=list(heads))))
     assert ask(driver, "r") == REST
+
+
+def test_nothing_is_pulled_behind_a_page_whose_head_alone_is_there() -> None:
+    """A page that cannot be shared is pulled whole, and its head lies in no tier."""
+    redis = PagedRedis(100)
+    driver, _ = stored(redis)
+    for worker in list(driver.workers.values()):
+        driver.lose(worker)
+    only = newcomer(driver, redis, "w2", page_size=64)
+    heads = chain(ROOT, CACHED)[:9]
+    for unit in heads:
+        del redis.units[unit]
+    driver.feed(only.event(TierUnits(Tier.REDIS, dropped=heads)))
+    assert ask(driver, "head", CACHED[:150]) == 150
+    assert ask(driver, "r") == len(ASKED) - len(heads) * UNIT_TOKENS
+    assert not driver.finished["r"].timeline.transfers
 
 
 @pytest.mark.parametrize("left", [0, 7])
