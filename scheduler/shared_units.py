@@ -9,7 +9,7 @@ entry costs one pull that fails, and the table never outgrows the tier.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from wire.ids import UnitHash
 from wire.plan import SharedTier, TierUnits, WorkerInfo
@@ -40,10 +40,13 @@ class SharedUnits:
             known.popitem(last=False)
         self._drop_if_empty(tier.layout)
 
-    def missing(self, worker: WorkerInfo, units: Iterable[UnitHash]) -> bool:
-        """A pull by the worker from itself ended before the first of these: none of them is counted on any more. False:
-        it was not counted on because of this table."""
-        return worker.shared_tier is not None and self._forget(worker.shared_tier, units)
+    def missing(self, worker: WorkerInfo, units: Sequence[UnitHash]) -> bool:
+        """A pull by the worker from itself ended before the first of these. Was that one in the table, none of them is
+        any more: its neighbours were stored at its time. False: it was not, and the pull failed for another reason."""
+        if worker.shared_tier is None or not units or units[0] not in self.readable_by(worker):
+            return False
+        self._forget(worker.shared_tier, units)
+        return True
 
     def void(self, worker: WorkerInfo, units: Iterable[UnitHash]) -> None:
         """The worker does not stand by what it stored."""
@@ -57,14 +60,12 @@ class SharedUnits:
                 known.popitem(last=False)
             self._drop_if_empty(layout)
 
-    def _forget(self, tier: SharedTier, units: Iterable[UnitHash]) -> bool:
-        """Returns whether the first of them was known."""
+    def _forget(self, tier: SharedTier, units: Iterable[UnitHash]) -> None:
         known = self._layouts.get(tier.layout)
-        if known is None:
-            return False
-        were_known = [known.pop(unit_hash, None) is not None for unit_hash in units]
-        self._drop_if_empty(tier.layout)
-        return bool(were_known) and were_known[0]
+        if known is not None:
+            for unit_hash in units:
+                known.pop(unit_hash, None)
+            self._drop_if_empty(tier.layout)
 
     def _drop_if_empty(self, layout: str) -> None:
         if not self._layouts[layout]:

@@ -236,3 +236,11 @@ def test_what_one_worker_saw_go_is_gone_for_all_of_its_layout() -> None:
     assert list(shared.readable_by(a_worker(tier).info)) == units(2)
     assert list(shared.readable_by(a_worker(other).info)) == units(1, 2)
     assert list(shared.readable_by(a_worker(None).info)) == []
+
+
+def test_a_pull_that_failed_for_another_reason_says_nothing_of_redis() -> None:
+    tier, shared = SharedTier("x", 3, 1000), SharedUnits()
+    shared.changed(tier, TierUnits(Tier.REDIS, units(2, 3)), now=0.0)
+    worker = a_worker(tier).info
+    assert not shared.missing(worker, units(1, 2, 3)) and list(shared.readable_by(worker)) == units(2, 3)
+    assert shared.missing(worker, units(2, 3)) and not shared
