@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from typing import Final
 
 from wire.ids import UnitHash
 from wire.plan import SharedTier, TierUnits, WorkerInfo
+
+MAX_EXPIRED: Final = 4096
+"""About 1 ms."""
 
 
 class SharedUnits:
@@ -54,9 +58,12 @@ class SharedUnits:
             self._forget(worker.shared_tier, units)
 
     def expire(self, now: float) -> None:
-        """Forget what is too old. Where workers' TTLs differ, one with a longer life may keep those after it."""
+        """Forget what is too old, MAX_EXPIRED of each layout at most: what one worker found when it started is too old
+        all at once. Where workers' TTLs differ, one with a longer life may keep those after it."""
         for layout, known in list(self._layouts.items()):
-            while known and next(iter(known.values())) <= now:
+            for _ in range(min(len(known), MAX_EXPIRED)):
+                if next(iter(known.values())) > now:
+                    break
                 known.popitem(last=False)
             self._drop_if_empty(layout)
 
