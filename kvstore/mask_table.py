@@ -76,18 +76,23 @@ class MaskTable:
     def num_columns(self) -> int:
         return len(self._masks)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of memory touched, the overflow's apart: it is mapped in powers of two."""
+        row_bytes = HASH_BYTES + 8 * self.num_columns
+        return row_bytes * self._num_rows + 2 * _LINE_BYTES * self._num_buckets
+
     def add_column(self) -> None:
         """64 bits more for every unit."""
         self._masks.append(_Memory("<u8"))
         self._fit()
 
     def get(self, chain: Sequence[UnitHash]) -> list[Masks]:
-        """Each column's masks of the chain's units: [len(chain)]. 0 for the first that is not here and all behind it."""
+        """Each column's masks of the chain's units: [len(chain)]; 0 from the first that is not here on."""
         hashes = _hashes(chain)
-        first = self._find_one(chain[0])
-        run = slice(first, first + len(chain))
-        if first and np.array_equal(self._hashes.array[run], hashes):
-            return [masks.array[run].copy() for masks in self._masks]  # units that came together have rows in order
+        in_order = self._get_in_order(chain[0], hashes)
+        if in_order is not None:
+            return in_order
         found, rows_found, _ = self._find(hashes)
         rows = np.zeros(len(chain), np.intp)
         rows[found] = rows_found
@@ -97,6 +102,18 @@ class MaskTable:
                 rows[unit:] = 0
                 break
         return [masks.array.take(rows) for masks in self._masks]
+
+    def _get_in_order(self, first: UnitHash, hashes: _Hashes) -> list[Masks] | None:
+        """What get() returns, where the units lie in consecutive rows, as those do that came together; else None."""
+        row = self._find_one(first)
+        if not row:
+            return None
+        run = slice(row, row + len(hashes))
+        if not np.array_equal(self._hashes.array[run], hashes):
+            return None
+        found = [masks.array[run].copy() for masks in self._masks]
+        is_here = np.bitwise_or.reduce(found) != 0  # a row given back still has its hash
+        return found if is_here.all() else None
 
     def put(self, units: Sequence[UnitHash], columns: _Places, fields: Masks, values: Masks) -> None:
         """Put `values` into the bits `fields` of the units' masks in these columns. All: [len(units)].
@@ -112,9 +129,12 @@ class MaskTable:
             missing = np.flatnonzero(rows == 0)
         new = {units[unit]: unit for unit in missing[values[missing] != 0].tolist()}
         if new:
-            new_rows = self._insert(list(new), hashes.take(list(new.values()), 0)).tolist()
-            row_of = dict(zip(new, new_rows, strict=True))
-            rows[missing] = [row_of.get(units[unit], 0) for unit in missing.tolist()]
+            new_rows = self._insert(list(new), hashes.take(list(new.values()), 0))
+            if len(new) == len(missing):  # mostly
+                rows[missing] = new_rows
+            else:
+                row_of = dict(zip(new, new_rows.tolist(), strict=True))
+                rows[missing] = [row_of.get(units[unit], 0) for unit in missing.tolist()]
         for column, masks in enumerate(self._masks):
             here = np.flatnonzero((columns == column) & (rows != 0))
             np.bitwise_and.at(masks.array, rows[here], ~fields[here])
@@ -187,8 +207,9 @@ class MaskTable:
         self._tags.items[cells] = tags[placed]
         self._row_of.items[cells] = rows[order[placed]]
         if len(placed) < len(units):
-            left_over = np.delete(order, placed).tolist()
-            self._overflow.update((units[unit], int(rows[unit])) for unit in left_over)
+            is_left = np.ones(len(order), bool)
+            is_left[placed] = False
+            self._overflow.update((units[unit], int(rows[unit])) for unit in order[is_left].tolist())
 
     def _remove_empty(self, units: Sequence[UnitHash], rows: _Places, cells: _Places) -> None:
         """Those whose masks are all 0 now."""

@@ -157,6 +157,11 @@ class PrefixTwin:
         if holder is not None:
             self._ended.append(holder)
 
+    @property
+    def table_bytes(self) -> int:
+        """Memory of the table that all workers share, which Python's allocator does not see."""
+        return self._masks.num_bytes
+
     def count(self, worker_id: WorkerId) -> int:
         """Units it holds, each counted once whatever its tiers. O(1)."""
         holder = self._holders.get(worker_id)
