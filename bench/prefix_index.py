@@ -5,9 +5,9 @@
 | shared | all the same units: every one of them has to be followed to the chain's end |
 | own | each its own: 1,600,000 different units, one holder for each chain |
 
-For each: lookups of a 512-unit chain in the twin, whose units came in the chain's order or *scattered* in a random one,
-and in Redis, by script and by pipelines; memory for each unit of each worker. Chains are taken at random and their hashes are new objects, so neither finds them in a cache. Keys lie in a
-cell of their own, which is removed.
+For each: lookups of a 512-unit chain in the twin, whose units came in order or scattered, and in Redis, by script and
+by pipelines; what a change costs in the twin; memory for each unit of each worker. Chains are taken at random and
+their hashes are new objects, so neither finds them in a cache. Keys lie in a cell of their own, which is removed.
 """
 
 from __future__ import annotations

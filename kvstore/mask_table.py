@@ -20,6 +20,7 @@ import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import reduce
 from typing import Final
 
 import numpy as np
@@ -32,10 +33,10 @@ CELLS: Final = 1 << _CELL_BITS
 """Of a bucket."""
 MAX_UNITS_PER_BUCKET: Final = 3
 """On average. Buckets not split yet hold up to twice that: with more, many would overflow."""
-SPLIT_BUCKETS: Final = 128
+SPLIT_BUCKETS: Final = 512
 """Split at once; also the buckets of an empty table. A power of two."""
 RETRIES: Final = 64
-OVERFLOW_SHARE: Final = 64
+OVERFLOW_SHARE: Final = 32
 """When more than one unit in so many overflowed, a split tries RETRIES of them again."""
 HASH_BYTES: Final = 32
 HUGE_BYTES: Final = 1 << 23
@@ -90,7 +91,10 @@ class MaskTable:
     def get(self, chain: Sequence[UnitHash]) -> list[Masks]:
         """Each column's masks of the chain's units: [len(chain)]; 0 from the first that is not here on."""
         hashes = _hashes(chain)
-        in_order = self._get_in_order(chain[0], hashes)
+        first = self._find_one(chain[0])
+        if not first:
+            return [np.zeros(len(chain), np.uint64) for _ in self._masks]
+        in_order = self._get_in_order(first, hashes)
         if in_order is not None:
             return in_order
         found, rows_found, _ = self._find(hashes)
@@ -103,16 +107,14 @@ class MaskTable:
                 break
         return [masks.array.take(rows) for masks in self._masks]
 
-    def _get_in_order(self, first: UnitHash, hashes: _Hashes) -> list[Masks] | None:
-        """What get() returns, where the units lie in consecutive rows, as those do that came together; else None."""
-        row = self._find_one(first)
-        if not row:
-            return None
+    def _get_in_order(self, row: int, hashes: _Hashes) -> list[Masks] | None:
+        """What get() returns, where the units lie in rows in order, as those do that came together; else None."""
         run = slice(row, row + len(hashes))
-        if not np.array_equal(self._hashes.array[run], hashes):
+        there = self._hashes.array[run]
+        if len(there) < len(hashes) or not (there == hashes).all():
             return None
         found = [masks.array[run].copy() for masks in self._masks]
-        is_here = np.bitwise_or.reduce(found) != 0  # a row given back still has its hash
+        is_here = reduce(np.bitwise_or, found)  # a row given back still has its hash
         return found if is_here.all() else None
 
     def put(self, units: Sequence[UnitHash], columns: _Places, fields: Masks, values: Masks) -> None:

@@ -17,7 +17,7 @@ worker's requests must find another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as joined
 from itertools import repeat
@@ -25,7 +25,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.mask_table import MaskTable
+from kvstore.mask_table import Masks, MaskTable
 from wire.ids import UnitHash, WorkerId
 from wire.plan import LOWER_TIERS, Tier
 
@@ -35,7 +35,7 @@ FEW_UNITS: Final = 192
 """Chain units × workers that hold its first one, up to which these are asked one by one."""
 STRETCH_UNITS: Final = 512
 """Of a chain, looked up in the table at a time."""
-BATCH_UNITS: Final = 256
+BATCH_UNITS: Final = 512
 """Pending changes that are put into the table."""
 PUT_UNITS: Final = 4096
 """At most, at once: a put takes ten times their memory meanwhile."""
@@ -121,6 +121,7 @@ class PrefixTwin:
         self._num_slots = 0
         self._pending: list[tuple[_Holder, list[UnitHash]]] = []
         self._num_pending = 0
+        self._pending_units: set[UnitHash] = set()
 
     def add(self, worker_id: WorkerId, unit_hashes: Iterable[UnitHash], tier: Tier) -> None:
         """The worker holds these units there. Idempotent."""
@@ -196,19 +197,23 @@ class PrefixTwin:
         """
         if not chain:
             return {}
-        first = chain[0]
-        holders = {worker_id: holder for worker_id, holder in self._holders.items() if first in holder.tiers}
-        if len(holders) * len(chain) <= self._few_units:
-            return {worker_id: holder.walk(chain) for worker_id, holder in holders.items()}
+        holders = self._holders
+        if len(chain) <= self._few_units:
+            first = chain[0]
+            holders = {worker_id: holder for worker_id, holder in holders.items() if first in holder.tiers}
+            if len(holders) * len(chain) <= self._few_units:
+                return {worker_id: holder.walk(chain) for worker_id, holder in holders.items()}
         walked = {}
         if changed := self._pending_in(chain):
-            walked = {worker_id: holder.walk(chain) for worker_id, holder in holders.items() if holder in changed}
+            for worker_id, holder in holders.items():
+                if holder in changed and (prefix := holder.walk(chain)).any_tier:
+                    walked[worker_id] = prefix
             holders = {worker_id: holder for worker_id, holder in holders.items() if holder not in changed}
         return walked | self._look_up_settled(chain, holders)
 
     def _pending_in(self, chain: Sequence[UnitHash]) -> set[_Holder]:
         """Of which holders the table does not say yet what they hold of the chain."""
-        if not self._pending:
+        if self._pending_units.isdisjoint(chain):
             return set()
         units = set(chain)
         return {holder for holder, changed in self._pending if not units.isdisjoint(changed)}
@@ -216,40 +221,44 @@ class PrefixTwin:
     def _look_up_settled(
         self, chain: Sequence[UnitHash], holders: dict[WorkerId, _Holder]
     ) -> dict[WorkerId, TierPrefix]:
-        falls: list[list[tuple[int, int]]] = [[] for _ in range(self._masks.num_columns)]
-        alive = [0] * self._masks.num_columns
+        found = self._masks.get(chain[:STRETCH_UNITS])
+        firsts = [int(masks[0]) for masks in found]
+        holders = {w: holder for w, holder in holders.items() if firsts[holder.column] >> holder.shift & _SLOT}
+        alive = [0] * len(firsts)
         for holder in holders.values():
             alive[holder.column] |= _SLOT << holder.shift
-        for begin in range(0, len(chain), STRETCH_UNITS):
-            part = chain[begin : begin + STRETCH_UNITS]
-            for column, masks in enumerate(self._masks.get(part)):
-                before = np.uint64(alive[column])
-                if np.bitwise_and.reduce(masks) & before == before:
-                    continue  # mostly: who is alive holds all of it
-                ands = np.bitwise_and.accumulate(masks) & before
-                for unit in (0, *(np.flatnonzero(ands[1:] != ands[:-1]) + 1).tolist()):
-                    left = int(ands[unit])
-                    if left != alive[column]:
-                        falls[column].append((alive[column] & ~left, begin + unit))
-                        alive[column] = left
-            if not any(alive):
+        falls: list[list[tuple[int, int]]] = [[] for _ in firsts]
+        begin = 0
+        while any(alive):
+            for column, masks in enumerate(found):
+                for left, unit in _changes(masks, alive[column]):
+                    falls[column].append((alive[column] & ~left, begin + unit))
+                    alive[column] = left
+            begin += STRETCH_UNITS
+            if begin >= len(chain):
                 break
+            found = self._masks.get(chain[begin : begin + STRETCH_UNITS])
         for column, left in enumerate(alive):
             falls[column].append((left, len(chain)))
         return _prefixes(holders, falls)
 
     def _changed(self, holder: _Holder, units: list[UnitHash]) -> None:
         if units:
-            self._pending.append((holder, units))
-            self._num_pending += len(units)
+            self._put_off(holder, units)
         if self._ended:
             self._sweep(1 + len(units))
         if self._num_pending >= self._batch_units:
             self._settle()
 
+    def _put_off(self, holder: _Holder, units: list[UnitHash]) -> None:
+        self._pending.append((holder, units))
+        self._num_pending += len(units)
+        self._pending_units.update(units)
+
     def _settle(self) -> None:
         """Nothing is pending any more. What is put is what the holders hold now, however often it changed."""
         pending, self._pending, self._num_pending = self._pending, [], 0
+        self._pending_units = set()
         lengths = [len(units) for _, units in pending]
         units = list(joined.from_iterable(units for _, units in pending))
         bits = joined.from_iterable(map(holder.tiers.get, units, repeat(0)) for holder, units in pending)
@@ -275,12 +284,23 @@ class PrefixTwin:
         """Clear SWEEP_UNITS of a worker that ended for each change; its slot is free when none is left."""
         holder = self._ended[-1]
         units = [holder.tiers.popitem()[0] for _ in range(min(SWEEP_UNITS * num_changes, len(holder.tiers)))]
-        self._pending.append((holder, units))
-        self._num_pending += len(units)
+        self._put_off(holder, units)
         if not holder.tiers:
             self._settle()  # else its slot had two holders
             self._ended.pop()
             self._free_slots.append(holder.slot)
+
+
+def _changes(masks: Masks, alive: int) -> Iterator[tuple[int, int]]:
+    """Of alive & masks[0] & masks[1] …: each new value, and at which unit."""
+    before = np.uint64(alive)
+    if np.bitwise_and.reduce(masks) & before == before:
+        return  # mostly: who is alive holds all of it
+    ands = np.bitwise_and.accumulate(masks) & before
+    for unit in (0, *(np.flatnonzero(ands[1:] != ands[:-1]) + 1).tolist()):
+        left = int(ands[unit])
+        if left != alive:
+            yield left, unit
 
 
 def _prefixes(
