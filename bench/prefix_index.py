@@ -160,7 +160,10 @@ async def run_case(case: str, options: argparse.Namespace) -> None:
             await index.lookup(chains[0], load.holders)  # loads the script
             show("Redis, by script", await measure_index(index, load, chains, redis.ping))
             piped = RedisPrefixIndex(redis, CELL, scripts=False)
+            exact = RedisPrefixIndex(redis, CELL, exact=True)
             few = chains[: max(1, options.lookups // 4)]
+            await exact.lookup(chains[0], load.holders)
+            show("Redis, by exact script", await measure_index(exact, load, few, redis.ping))
             show("Redis, by pipelines", await measure_index(piped, load, few, redis.ping))
             print(f"  Redis                    {sum(used) / num_held:8.1f} bytes per unit of a worker (MEMORY USAGE)")
         finally:
