@@ -9,7 +9,7 @@ batches for the same reason.
     hashes   row ─▸ all 32 bytes                        what was found by its tag is compared whole: tags may be equal
     masks    row ─▸ 64 bits                             one array for each 64 bits
 
-A unit that finds its bucket full, one in a hundred, has its row in a dict, `overflow`. Nothing is ever probed for, so a
+A unit that finds its bucket full, one or two in a hundred, has its row in a dict, `overflow`. Nothing is ever probed for, so a
 removed unit leaves nothing behind. The table grows by linear hashing (Litwin, VLDB 1980), SPLIT_BUCKETS at a time, and
 its memory where it lies: to copy a million units at once would hold up the event loop. It does not shrink.
 """
@@ -35,9 +35,9 @@ MAX_UNITS_PER_BUCKET: Final = 3
 """On average. Buckets not split yet hold up to twice that: with more, many would overflow."""
 SPLIT_BUCKETS: Final = 512
 """Split at once; also the buckets of an empty table. A power of two."""
-RETRIES: Final = 64
 OVERFLOW_SHARE: Final = 32
-"""When more than one unit in so many overflowed, a split tries RETRIES of them again."""
+"""When more than one unit in so many overflowed, a split tries some of them again:"""
+RETRIES: Final = 64
 HASH_BYTES: Final = 32
 HUGE_BYTES: Final = 1 << 23
 """From this size on, memory is asked for in huge pages: a lookup then waits for fewer page tables."""
@@ -184,7 +184,7 @@ class MaskTable:
         while len(self) + len(units) > MAX_UNITS_PER_BUCKET * self._num_buckets:
             self._split()
         num_reused = min(len(units), len(self._free_rows))
-        reused = self._free_rows[len(self._free_rows) - num_reused :]
+        reused = sorted(self._free_rows[len(self._free_rows) - num_reused :])  # in order: see _get_in_order
         del self._free_rows[len(self._free_rows) - num_reused :]
         end = self._num_rows + len(units) - num_reused
         rows = np.concatenate((np.array(reused, np.intp), np.arange(self._num_rows, end)))
