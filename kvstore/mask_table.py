@@ -9,9 +9,9 @@ batches for the same reason.
     hashes   row ─▸ all 32 bytes                        what was found by its tag is compared whole: tags may be equal
     masks    row ─▸ 64 bits                             one array for each 64 bits
 
-A unit that finds its bucket full, one or two in a hundred, has its row in a dict, `overflow`. Nothing is ever probed for, so a
-removed unit leaves nothing behind. The table grows by linear hashing (Litwin, VLDB 1980), SPLIT_BUCKETS at a time, and
-its memory where it lies: to copy a million units at once would hold up the event loop. It does not shrink.
+A unit that finds its bucket full, one or two in a hundred, has its row in a dict, `overflow`. Nothing is ever probed
+for, so a removed unit leaves nothing behind. The table grows by linear hashing (Litwin, VLDB 1980), SPLIT_BUCKETS at a
+time, and its memory where it lies: to copy a million units at once would hold up the event loop. It does not shrink.
 """
 
 from __future__ import annotations
