@@ -92,30 +92,27 @@ class MaskTable:
         """Each column's masks of the chain's units: [len(chain)]; 0 from the first that is not here on."""
         hashes = _hashes(chain)
         first = self._find_one(chain[0])
-        if not first:
-            return [np.zeros(len(chain), np.uint64) for _ in self._masks]
-        in_order = self._get_in_order(first, hashes)
-        if in_order is not None:
-            return in_order
-        found, rows_found, _ = self._find(hashes)
         rows = np.zeros(len(chain), np.intp)
-        rows[found] = rows_found
-        for unit in np.flatnonzero(rows == 0).tolist():
-            rows[unit] = row = self._overflow.get(chain[unit], 0)
-            if not row:
-                rows[unit:] = 0
-                break
+        if first:
+            end = self._run_length(first, hashes)
+            rows[:end] = np.arange(first, first + end)
+            if end < len(chain):
+                found, rows_found, _ = self._find(hashes[end:])
+                rows[end:][found] = rows_found
+                for unit in np.flatnonzero(rows == 0).tolist():
+                    rows[unit] = row = self._overflow.get(chain[unit], 0)
+                    if not row:
+                        rows[unit:] = 0
+                        break
         return [masks.array.take(rows) for masks in self._masks]
 
-    def _get_in_order(self, row: int, hashes: _Hashes) -> list[Masks] | None:
-        """What get() returns, where the units lie in rows in order, as those do that came together; else None."""
-        run = slice(row, row + len(hashes))
-        there = self._hashes.array[run]
-        if len(there) < len(hashes) or not (there == hashes).all():
-            return None
-        found = [masks.array[run].copy() for masks in self._masks]
-        is_here = reduce(np.bitwise_or, found)  # a row given back still has its hash
-        return found if is_here.all() else None
+    def _run_length(self, row: int, hashes: _Hashes) -> int:
+        """How many of the units lie in rows in order from this one on, as those do that came together."""
+        there = self._hashes.array[row : row + len(hashes)]
+        run = slice(row, row + len(there))
+        is_here = reduce(np.bitwise_or, [masks.array[run] for masks in self._masks]) != 0  # else it was given back
+        is_here &= (there == hashes[: len(there)]).view(np.uint32).ravel() == _ALL_WORDS
+        return len(there) if is_here.all() else int(is_here.argmin())
 
     def put(self, units: Sequence[UnitHash], columns: _Places, fields: Masks, values: Masks) -> None:
         """Put `values` into the bits `fields` of the units' masks in these columns. All: [len(units)].
@@ -184,7 +181,7 @@ class MaskTable:
         while len(self) + len(units) > MAX_UNITS_PER_BUCKET * self._num_buckets:
             self._split()
         num_reused = min(len(units), len(self._free_rows))
-        reused = sorted(self._free_rows[len(self._free_rows) - num_reused :])  # in order: see _get_in_order
+        reused = sorted(self._free_rows[len(self._free_rows) - num_reused :])  # in order: see _run_length
         del self._free_rows[len(self._free_rows) - num_reused :]
         end = self._num_rows + len(units) - num_reused
         rows = np.concatenate((np.array(reused, np.intp), np.arange(self._num_rows, end)))
