@@ -7,8 +7,7 @@ any other there is one table for all workers, so that a lookup costs the length 
 
 A bit says that the worker holds the unit in that tier or a faster one. A lookup ANDs the masks along the chain; a bit
 that goes out at unit n says that this prefix is n units long. The table takes changes in batches (mask_table.py says
-why): what changed since the last one is `pending`, and a worker whose pending units are in the chain is looked up in
-its own dict.
+why): what changed since the last one is `pending`, until it is enough for a batch or in a chain that is looked up.
 
 The end of a worker only takes it out of the lookups. Its bits are cleared a few at every later change, and then its
 slot is given out again: clearing 100,000 units at once would hold up the event loop, in the very moment when a dead
@@ -73,7 +72,7 @@ class TierPrefix:
     """Leading units each of which lies in its pages or in one of its lower tiers; ≥ host."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class _Holder:
     """A worker, or what is left to clear of one that ended."""
 
@@ -203,20 +202,9 @@ class PrefixTwin:
             holders = {worker_id: holder for worker_id, holder in holders.items() if first in holder.tiers}
             if len(holders) * len(chain) <= self._few_units:
                 return {worker_id: holder.walk(chain) for worker_id, holder in holders.items()}
-        walked = {}
-        if changed := self._pending_in(chain):
-            for worker_id, holder in holders.items():
-                if holder in changed and (prefix := holder.walk(chain)).any_tier:
-                    walked[worker_id] = prefix
-            holders = {worker_id: holder for worker_id, holder in holders.items() if holder not in changed}
-        return walked | self._look_up_settled(chain, holders)
-
-    def _pending_in(self, chain: Sequence[UnitHash]) -> set[_Holder]:
-        """Of which holders the table does not say yet what they hold of the chain."""
-        if self._pending_units.isdisjoint(chain):
-            return set()
-        units = set(chain)
-        return {holder for holder, changed in self._pending if not units.isdisjoint(changed)}
+        if not self._pending_units.isdisjoint(chain):
+            self._settle()
+        return self._look_up_settled(chain, holders)
 
     def _look_up_settled(
         self, chain: Sequence[UnitHash], holders: dict[WorkerId, _Holder]
