@@ -73,8 +73,6 @@ class PrefixChanges:
     def _changed(
         self, worker: WorkerView, tier: Tier, stored: list[UnitHash], dropped: list[UnitHash], *, fresh: bool = False
     ) -> UpdateIndex:
-        for unit_hash in dropped:
-            self.twin.remove(worker.worker_id, unit_hash, tier)
-        for unit_hash in stored:
-            self.twin.add(worker.worker_id, unit_hash, tier)
+        self.twin.remove(worker.worker_id, dropped, tier)
+        self.twin.add(worker.worker_id, stored, tier)
         return UpdateIndex(worker.worker_id, worker.epoch, tier, stored, dropped, fresh)
