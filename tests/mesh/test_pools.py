@@ -1,0 +1,72 @@
+"""A pool for long prompts on real workers: each prompt goes to the pool of its length, and none is lost with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.mesh.gated_stack import GatedStack, Stream, prompt_and_answer
+from tests.mesh.hosts import wait_pools_at_rest
+from tests.mesh.stack import Service
+
+LONG_FROM = 128
+SHORT = ("text-64", "text-127", "chat-0")
+LONG = ("text-128", "text-300")
+
+
+@pytest.fixture(scope="module")
+def stack(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatedStack]:
+    pools = [{"WORKER_MAX_PROMPT_TOKENS": str(LONG_FROM - 1)}, {"WORKER_MIN_PROMPT_TOKENS": str(LONG_FROM)}]
+    with GatedStack(smollm2_dir, tmp_path_factory.mktemp("pools"), ["both", "both"], pools) as stack:
+        yield stack
+
+
+class Asked:
+    """One of the exactness prompts, under a salt of its own."""
+
+    def __init__(self, stack: GatedStack, session: aiohttp.ClientSession, name: str) -> None:
+        self.prompt, self.answer = prompt_and_answer(stack.model_dir, name)
+        num_tokens = len(self.answer)
+        self.stream = Stream(session, stack.url, self.prompt, max_tokens=num_tokens, cache_salt=Stream.salt())
+
+    async def ends_right(self) -> None:
+        assert await self.stream.end() == self.answer
+        assert self.stream.result.cached_tokens == 0
+
+
+def prefilled(worker: Service) -> int:
+    """Tokens it has prefilled since it started."""
+    return int(worker.samples("phasemesh_worker_tokens_total").get('phase="prefill"', 0))
+
+
+async def test_prompts_go_to_the_pool_of_their_length(stack: GatedStack, session: aiohttp.ClientSession) -> None:
+    before = [prefilled(worker) for worker in stack.workers]
+    short, long = ([Asked(stack, session, name) for name in names] for names in (SHORT, LONG))
+    await asyncio.gather(*(asked.ends_right() for asked in (*short, *long)))
+    counted = [prefilled(worker) - earlier for worker, earlier in zip(stack.workers, before, strict=True)]
+    assert counted == [sum(len(asked.prompt) for asked in pool) for pool in (short, long)]
+    await stack.at_rest()
+
+
+async def test_the_only_worker_for_long_prompts_killed(stack: GatedStack, session: aiohttp.ClientSession) -> None:
+    """Its streams go on where short prompts run, and so does what comes while it is away; then it is a pool again."""
+    for_short, for_long = stack.workers
+    before = prefilled(for_short)
+    with stack.gate(for_long, "decode", lets_pass=3) as gate:
+        running = Asked(stack, session, "text-128")
+        await gate.reached()
+        for_long.kill()
+    await running.ends_right()
+    await Asked(stack, session, "text-150").ends_right()
+    assert prefilled(for_short) - before >= 128 + 150
+    await asyncio.to_thread(wait_pools_at_rest, stack.scheduler, [for_short.name], 30.0)
+
+    for_long.start()
+    await stack.at_rest()
+    before = prefilled(for_short)
+    await Asked(stack, session, "text-128").ends_right()
+    assert prefilled(for_short) == before
