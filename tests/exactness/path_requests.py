@@ -46,7 +46,6 @@ _salts = count()
 class Answer:
     choices: list[dict[str, Any]]
     prompt: list[int]
-    cached_tokens: int
     trace_id: str
 
     @property
@@ -100,7 +99,7 @@ class Client:
             assert answer.status == 200, await answer.text()
             found = await answer.json()
         prompt = found.get("prompt_token_ids") or found["choices"][0]["prompt_token_ids"]
-        return Answer(found["choices"], prompt, found["usage"]["prompt_tokens_details"]["cached_tokens"], trace_id)
+        return Answer(found["choices"], prompt, trace_id)
 
     def _body(self, name: str, salt: str) -> dict[str, Any]:
         common = {"model": "m", "max_tokens": MAX_TOKENS, "return_token_ids": True, "cache_salt": salt}
