@@ -102,7 +102,7 @@ async def tiered(stack: GatedStack, session: aiohttp.ClientSession) -> AsyncIter
             await stream.leave()
 
 
-DAILY = {("down", "lost"), ("up", "kept")}
+DAILY = {("up", "lost")}
 CASES = [
     pytest.param(moment, data == "kept", id=f"{moment}-{data}", marks=() if (moment, data) in DAILY else full)
     for moment in ("down", "there", "up")
