@@ -9,7 +9,8 @@ Every answer's trace says that it went the way it should.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from tests.exactness.path_requests import NAME, NUM_CHOICES, Answer, Client, Tra
 from tests.exactness.reference import committed
 from tests.mesh.conftest import session
 from tests.mesh.gated_stack import GatedStack, Stream
+from tests.mesh.stack import Service
 from tests.mesh.unit_index import UnitIndex
 from tests.otlp_receiver import OtlpReceiver
-from wire.plan import Tier
+from wire.ids import UNIT_TOKENS
+from wire.plan import LOWER_TIERS, Tier
 
 __all__ = ["session"]
 
@@ -38,6 +41,8 @@ ROOM = {
 """Host memory holds 85 units, which is all that moves, or 17; 4 of these are for what is leaving."""
 FILLER_TOKENS = 33
 """Of prompts that push others down: three units, no more."""
+SHORT_ELSEWHERE = {"WORKER_MIN_PROMPT_TOKENS": "50"}
+"""Of a worker that takes no short prompts."""
 FULL = pytest.mark.full
 
 
@@ -98,11 +103,24 @@ def reference(one: GatedStack, receiver: OtlpReceiver) -> Reference:
 @pytest.fixture(scope="module")
 def two(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory, traced: dict[str, str]) -> Iterator[GatedStack]:
     """Two workers, the second of which takes no short prompts."""
-    own = [{}, {"WORKER_MIN_PROMPT_TOKENS": "50"}]
+    own = [{}, SHORT_ELSEWHERE]
     env = traced | {"STEP_TOKEN_BUDGET": str(BUDGET), "MAX_RUNNING": str(NUM_CHOICES)}
     directory = tmp_path_factory.mktemp("two")
     with GatedStack(smollm2_dir, directory, ["both", "both"], own, **env) as stack:
         yield stack
+
+
+@asynccontextmanager
+async def blocking(
+    stack: GatedStack, session: aiohttp.ClientSession, num_sequences: int, *, max_tokens: int
+) -> AsyncIterator[None]:
+    """The first worker runs so many sequences of a short prompt."""
+    short = Stream(session, stack.url, [1000], n=num_sequences, max_tokens=max_tokens)
+    try:
+        await asyncio.to_thread(stack.workers[0].wait_metric, "phasemesh_worker_sequences", num_sequences)
+        yield
+    finally:
+        await short.leave()
 
 
 async def test_in_chunks(
@@ -135,12 +153,8 @@ async def test_pulled_from_another_worker(
     await client.plant(salts)
     target.start()
     await two.at_rest()
-    short = Stream(session, two.url, [1000], n=NUM_CHOICES, max_tokens=1000)
-    try:
-        await asyncio.to_thread(source.wait_metric, "phasemesh_worker_sequences", NUM_CHOICES)
+    async with blocking(two, session, NUM_CHOICES, max_tokens=1000):
         answers = await client.ask_at_once(salts)
-    finally:
-        await short.leave()
     check_answers(answers, reference.answers)
     for name, answer in answers.items():
         (transfer,) = await traces.transfers(answer)
@@ -175,6 +189,12 @@ async def test_prefilled_by_one_worker_and_decoded_by_another(
         await stack.at_rest()
 
 
+async def push_down(index: UnitIndex, planted: Mapping[str, Answer], salts: Mapping[str, str], tier: Tier) -> None:
+    """Until all prompts lie in this tier, and in none above it."""
+    units = [unit for name, answer in planted.items() for unit in await index.units(answer.prompt, salts[name])]
+    await index.push_down(units, (tier,))
+
+
 @pytest.fixture(params=[Tier.HOST, pytest.param(Tier.DISK, marks=FULL), Tier.REDIS])
 def tiered(
     request: pytest.FixtureRequest, one: GatedStack, tmp_path: Path, traced: dict[str, str]
@@ -195,13 +215,54 @@ async def test_up_from_a_lower_tier(
     client, salts = Client(session, stack.url, stack.model_dir), Client.salts()
     index = UnitIndex(stack, session, filler_tokens=FILLER_TOKENS)
     planted = await client.plant(salts)
-    units = [unit for name, answer in planted.items() for unit in await index.units(answer.prompt, salts[name])]
-    await index.push_down(units, (tier,))
+    await push_down(index, planted, salts, tier)
     answers = await client.ask(salts)
     check_answers(answers, reference.answers)
+    assert await client.refusal() == reference.refusal
     for name, answer in answers.items():
         (transfer,) = await traces.transfers(answer)
         assert transfer[names.TRANSFER_TRANSPORT] == tier, name
         assert transfer[names.TRANSFER_TOKENS] == answer.full_units_tokens, name
         assert transfer[names.TRANSFER_SOURCE] == transfer[names.TRANSFER_TARGET], name
     await stack.at_rest()
+
+
+@FULL
+@pytest.mark.parametrize("tier", LOWER_TIERS)
+async def test_pulled_from_below_another_workers_pages(
+    tier: Tier,
+    smollm2_dir: Path,
+    tmp_path: Path,
+    session: aiohttp.ClientSession,
+    reference: Reference,
+    traces: Traces,
+    traced: dict[str, str],
+) -> None:
+    """The first worker, which has no room, has the prompts below its pages; the second one was started since."""
+    own = [{"KV_PAGES": "32"}, SHORT_ELSEWHERE]
+    env = traced | {"STEP_TOKEN_BUDGET": "2048", "MAX_RUNNING": "1", "DISK_KV_DIR": str(tmp_path / "kv"), **ROOM[tier]}
+    with GatedStack(smollm2_dir, tmp_path, ["both", "both"], own, **env) as stack:
+        client, salts = Client(session, stack.url, smollm2_dir), Client.salts()
+        source, target = stack.workers
+        target.kill()
+        planted = await client.plant(salts)
+        await push_down(UnitIndex(stack, session, filler_tokens=FILLER_TOKENS), planted, salts, tier)
+        target.start()
+        await stack.at_rest()
+        before = tier_hits(source, tier)
+        async with blocking(stack, session, 1, max_tokens=480):
+            answers = await client.ask_at_once(salts)
+        check_answers(answers, reference.answers)
+        for name, answer in answers.items():
+            (transfer,) = await traces.transfers(answer)
+            assert transfer[names.TRANSFER_TOKENS] == answer.full_units_tokens, name
+            assert (transfer[names.TRANSFER_SOURCE], transfer[names.TRANSFER_TARGET]) == (source.name, target.name)
+        pulled = sum(answer.full_units_tokens for answer in answers.values()) // UNIT_TOKENS
+        assert tier_hits(source, tier) == before + pulled
+        await stack.at_rest()
+
+
+def tier_hits(worker: Service, tier: Tier) -> int:
+    """Units that a worker has read from a tier."""
+    samples = worker.samples("phasemesh_worker_tier_reads_total")
+    return int(sum(n for labels, n in samples.items() if f'tier="{tier}"' in labels and 'result="hit"' in labels))

@@ -104,11 +104,6 @@ class GatedStack(MeshStack):
                 self.scheduler = standby
         await asyncio.to_thread(self.scheduler.wait_healthy)
 
-    async def restart_redis(self, *, keeps_data: bool) -> None:
-        """kill -9; when everybody knows, it comes back."""
-        self.kill_redis(keeps_data=keeps_data)
-        await self.start_redis()
-
     def kill_redis(self, *, keeps_data: bool) -> None:
         """kill -9. keeps_data: it will find again what it held."""
         self.redis.kill()

@@ -146,8 +146,8 @@ async def test_redis_killed_while_a_prefix_is_pulled(
         with stack.gate(scene.target, STAGES["layer"]) as gate:
             asked = scene.ask()
             await gate.reached()
-            restarting = asyncio.create_task(stack.restart_redis(keeps_data=keeps_data))
-        await restarting
+            stack.kill_redis(keeps_data=keeps_data)
+        await stack.start_redis()
         assert await asked.end() == scene.answer
 
 

@@ -1,4 +1,4 @@
-"""Where a worker's units lie, as the index in Redis says, and how a test moves them down."""
+"""Where a worker's KV lies, as the index in Redis says, and how a test moves it down the tiers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_FILLERS = 100
 
 
 class UnitIndex:
-    """Of a mesh with one worker, whose KV is float32."""
+    """Of the first worker of a mesh; its KV is float32."""
 
     def __init__(self, stack: MeshStack, session: aiohttp.ClientSession, *, filler_tokens: int) -> None:
         """filler_tokens: of each prompt that takes others' room; no more of their units may leave host memory at once
