@@ -23,8 +23,7 @@ from tests.exactness.path_requests import NAME, NUM_CHOICES, Answer, Client, Tra
 from tests.exactness.reference import committed
 from tests.mesh.conftest import session
 from tests.mesh.gated_stack import GatedStack, Stream
-from tests.mesh.stack import Service
-from tests.mesh.unit_index import UnitIndex
+from tests.mesh.unit_index import UnitIndex, tier_hits
 from tests.otlp_receiver import OtlpReceiver
 from wire.ids import UNIT_TOKENS
 from wire.plan import LOWER_TIERS, Tier
@@ -239,8 +238,8 @@ async def test_pulled_from_below_another_workers_pages(
     traced: dict[str, str],
 ) -> None:
     """The first worker, which has no room, has the prompts below its pages; the second one was started since."""
-    own = [{"KV_PAGES": "32"}, SHORT_ELSEWHERE]
-    env = traced | {"STEP_TOKEN_BUDGET": "2048", "MAX_RUNNING": "1", "DISK_KV_DIR": str(tmp_path / "kv"), **ROOM[tier]}
+    own = [{"KV_PAGES": "32", "DISK_KV_DIR": str(tmp_path / "kv"), **ROOM[tier]}, SHORT_ELSEWHERE]
+    env = traced | {"STEP_TOKEN_BUDGET": "2048", "MAX_RUNNING": "1"}
     with GatedStack(smollm2_dir, tmp_path, ["both", "both"], own, **env) as stack:
         client, salts = Client(session, stack.url, smollm2_dir), Client.salts()
         source, target = stack.workers
@@ -260,9 +259,3 @@ async def test_pulled_from_below_another_workers_pages(
         pulled = sum(answer.full_units_tokens for answer in answers.values()) // UNIT_TOKENS
         assert tier_hits(source, tier) == before + pulled
         await stack.at_rest()
-
-
-def tier_hits(worker: Service, tier: Tier) -> int:
-    """Units that a worker has read from a tier."""
-    samples = worker.samples("phasemesh_worker_tier_reads_total")
-    return int(sum(n for labels, n in samples.items() if f'tier="{tier}"' in labels and 'result="hit"' in labels))

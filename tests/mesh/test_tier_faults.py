@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from tests.mesh.gated_stack import GatedStack, Stream, prompt_and_answer
-from tests.mesh.unit_index import UnitIndex
+from tests.mesh.unit_index import UnitIndex, tier_hits
 from wire.ids import UNIT_TOKENS, UnitHash
 from wire.plan import Tier
 
@@ -74,10 +74,9 @@ class Scene:
         await self.index.push_down(await self.units(salt), (Tier.REDIS,))
 
     @property
-    def hits(self) -> float:
+    def hits(self) -> int:
         """Units that Redis gave the worker."""
-        samples = self.stack.workers[0].samples("phasemesh_worker_tier_reads_total")
-        return sum(n for labels, n in samples.items() if 'tier="redis"' in labels and 'result="hit"' in labels)
+        return tier_hits(self.stack.workers[0], Tier.REDIS)
 
     async def works(self) -> None:
         """Sooner or later what is stored now comes back."""

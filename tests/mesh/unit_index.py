@@ -11,11 +11,11 @@ import aiohttp
 from kvstore.prefix_hash import chain, namespace, root_hash
 from kvstore.prefix_index import TIERS_OF, Tiers
 from tests.mesh.client import complete
-from tests.mesh.stack import MeshStack
+from tests.mesh.stack import MeshStack, Service
 from wire import keys
 from wire.entries import CellCard, WorkerEntry
 from wire.ids import Epoch, UnitHash, WorkerId
-from wire.plan import ModelCard
+from wire.plan import ModelCard, Tier
 from wire.redis_client import open_redis
 
 CELL = "default"
@@ -65,3 +65,9 @@ class UnitIndex:
             if set(tiers := await self.tiers(units)) <= set(wanted):
                 return
         raise AssertionError(f"after {MAX_FILLERS} prompts the units are in {tiers}")
+
+
+def tier_hits(worker: Service, tier: Tier) -> int:
+    """Units that a worker has read from a tier."""
+    samples = worker.samples("phasemesh_worker_tier_reads_total")
+    return int(sum(n for labels, n in samples.items() if f'tier="{tier}"' in labels and 'result="hit"' in labels))
