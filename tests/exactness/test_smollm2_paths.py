@@ -191,7 +191,7 @@ async def test_prefilled_by_one_worker_and_decoded_by_another(
 async def push_down(index: UnitIndex, planted: Mapping[str, Answer], salts: Mapping[str, str], tier: Tier) -> None:
     """Until all prompts lie in this tier, and in none above it."""
     units = [unit for name, answer in planted.items() for unit in await index.units(answer.prompt, salts[name])]
-    await index.push_down(units, (tier,))
+    await index.push_down(units, tier)
 
 
 @pytest.fixture(params=[Tier.HOST, pytest.param(Tier.DISK, marks=FULL), Tier.REDIS])

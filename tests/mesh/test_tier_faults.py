@@ -71,7 +71,7 @@ class Scene:
 
     async def push_down(self, salt: str) -> None:
         """Until its units are in Redis alone."""
-        await self.index.push_down(await self.units(salt), (Tier.REDIS,))
+        await self.index.push_down(await self.units(salt), Tier.REDIS)
 
     @property
     def hits(self) -> int:

@@ -58,11 +58,11 @@ class UnitIndex:
                 return
         raise AssertionError(f"not after {MAX_FILLERS} prompts")
 
-    async def push_down(self, units: Sequence[UnitHash], *wanted: Tiers) -> None:
-        """Until each unit lies in just one of the wanted sets of tiers."""
+    async def push_down(self, units: Sequence[UnitHash], tier: Tier) -> None:
+        """Until each unit lies in this tier alone."""
         for _ in range(MAX_FILLERS):
             await self.fill_until(lambda: True)
-            if set(tiers := await self.tiers(units)) <= set(wanted):
+            if set(tiers := await self.tiers(units)) == {(tier,)}:
                 return
         raise AssertionError(f"after {MAX_FILLERS} prompts the units are in {tiers}")
 
