@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -154,8 +154,10 @@ class ServiceGroup:
 
 
 class MeshStack(ServiceGroup):
-    """Redis, one scheduler, workers, one gateway. `env` reaches every service, e.g. {"STEP_TOKEN_BUDGET": "7"};
-    `worker_env` one worker, by number."""
+    """Redis, one scheduler, workers, one gateway. `env` reaches every service, e.g. {"STEP_TOKEN_BUDGET": "7"}.
+
+    worker_env: of each worker alone, e.g. [{"WORKER_ROLE": "prefill"}, {}]; there are as many workers, then.
+    """
 
     def __init__(
         self,
@@ -163,10 +165,11 @@ class MeshStack(ServiceGroup):
         directory: Path,
         *,
         workers: int = 1,
+        worker_env: Sequence[Mapping[str, str]] = (),
         env: Mapping[str, str] = MappingProxyType({}),
-        worker_env: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         self.directory = directory
+        worker_env = worker_env or [{}] * workers
         self.redis = RedisServer(directory, append_only=True)
         self.gateway_port = free_port()
         self.url = f"http://127.0.0.1:{self.gateway_port}"
@@ -177,18 +180,12 @@ class MeshStack(ServiceGroup):
             "OMP_WAIT_POLICY": "PASSIVE",
         } | {(k if k.startswith("OTEL_") else f"PHASEMESH_{k}"): v for k, v in env.items()}
         self.scheduler = self._service("scheduler", "scheduler", common, "SCHEDULER_PORT")
-        threads = str(max(1, (os.cpu_count() or 1) // workers))
-        self.workers = [
-            self._service(
-                f"worker-{i}",
-                "gpu_worker",
-                common
-                | {"PHASEMESH_WORKER_ID": f"worker-{i}", "PHASEMESH_WORKER_THREADS": threads}
-                | {f"PHASEMESH_{k}": v for k, v in worker_env.get(i, {}).items()},
-                "WORKER_HEALTH_PORT",
-            )
-            for i in range(workers)
-        ]
+        threads = str(max(1, (os.cpu_count() or 1) // len(worker_env)))
+        self.workers = []
+        for i, own in enumerate(worker_env):
+            environment = {"WORKER_ID": f"worker-{i}", "WORKER_THREADS": threads, **own}
+            environment = common | {f"PHASEMESH_{k}": v for k, v in environment.items()}
+            self.workers.append(self._service(f"worker-{i}", "gpu_worker", environment, "WORKER_HEALTH_PORT"))
         gateway = common | {"PHASEMESH_PORT": str(self.gateway_port), "PHASEMESH_GATEWAY_ID": "gw"}
         self.gateway = Service("gateway", "gateway", gateway, f"{self.url}/health", directory / "gateway.log")
 

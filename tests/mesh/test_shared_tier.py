@@ -36,8 +36,8 @@ def stack(smollm2_dir: Path, tmp_path: Path) -> Iterator[MeshStack]:
         "REDIS_KV_MB": "64",
         "MAX_MODEL_LEN": "2000",
     }
-    pool = {1: {"WORKER_MIN_PROMPT_TOKENS": "1900"}}
-    with MeshStack(smollm2_dir, tmp_path, workers=2, env=environment, worker_env=pool) as stack:
+    pool = [{}, {"WORKER_MIN_PROMPT_TOKENS": "1900"}]
+    with MeshStack(smollm2_dir, tmp_path, env=environment, worker_env=pool) as stack:
         yield stack
 
 
