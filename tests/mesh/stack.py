@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 from urllib.error import URLError
 
@@ -153,10 +154,17 @@ class ServiceGroup:
 
 
 class MeshStack(ServiceGroup):
-    """Redis, one scheduler, workers, one gateway. `env` reaches every service, e.g. {"STEP_TOKEN_BUDGET": "7"}."""
+    """Redis, one scheduler, workers, one gateway. `env` reaches every service, e.g. {"STEP_TOKEN_BUDGET": "7"};
+    `worker_env` one worker, by number."""
 
     def __init__(
-        self, model_dir: Path, directory: Path, *, workers: int = 1, env: dict[str, str] | None = None
+        self,
+        model_dir: Path,
+        directory: Path,
+        *,
+        workers: int = 1,
+        env: Mapping[str, str] = MappingProxyType({}),
+        worker_env: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         self.directory = directory
         self.redis = RedisServer(directory, append_only=True)
@@ -167,14 +175,16 @@ class MeshStack(ServiceGroup):
             "PHASEMESH_MODEL": str(model_dir),
             "PHASEMESH_MODEL_NAME": "m",
             "OMP_WAIT_POLICY": "PASSIVE",
-        } | {(k if k.startswith("OTEL_") else f"PHASEMESH_{k}"): v for k, v in (env or {}).items()}
+        } | {(k if k.startswith("OTEL_") else f"PHASEMESH_{k}"): v for k, v in env.items()}
         self.scheduler = self._service("scheduler", "scheduler", common, "SCHEDULER_PORT")
         threads = str(max(1, (os.cpu_count() or 1) // workers))
         self.workers = [
             self._service(
                 f"worker-{i}",
                 "gpu_worker",
-                common | {"PHASEMESH_WORKER_ID": f"worker-{i}", "PHASEMESH_WORKER_THREADS": threads},
+                common
+                | {"PHASEMESH_WORKER_ID": f"worker-{i}", "PHASEMESH_WORKER_THREADS": threads}
+                | {f"PHASEMESH_{k}": v for k, v in worker_env.get(i, {}).items()},
                 "WORKER_HEALTH_PORT",
             )
             for i in range(workers)
