@@ -32,8 +32,8 @@ PANEL_DTYPES = tuple(structs.STORED)
 SPLIT_TOKENS = 512
 """Positions of one work item of attention: SPLIT in src/attention.h."""
 MAX_HEAD_DIM = 256
-_PARTIAL_PADDING = 16
-"""COLUMNS of partial_size in src/attention.h."""
+_PARTIAL_PADDING = 32
+"""Of partial_size in src/attention.h."""
 _BLOCK_DEPTH = 256
 """BLOCK_DEPTH in src/linear.h."""
 
