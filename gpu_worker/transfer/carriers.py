@@ -82,17 +82,15 @@ class RemoteCarrier:
         namespace: str,
         transports: Sequence[str],
         endpoint: NixlEndpoint | None = None,
-        after_copy: Callable[[int], None] = lambda layer: None,
-        copy_bytes: int = COPY_BYTES,
+        after_copy: Callable[[int], None] | None = None,
     ) -> None:
-        """after_copy: called between a copy out of the source's memory, whose last layer it gets, and its check.
-        copy_bytes: of such a copy, at most; one layer at least."""
+        """after_copy: called between the copy of a layer out of the source's memory and its check; with it, layers are
+        copied one by one."""
         self._kv = kv
         self._namespace = namespace
         self._transports = transports
         self._endpoint = endpoint
         self._after_copy = after_copy
-        self._copy_bytes = copy_bytes
         self._host_id = host_id()
         self._format = encode_format(kv.format)
         self._maps = PoolMaps()
@@ -185,12 +183,14 @@ class RemoteCarrier:
 
     def _read_memory(self, pull: Pull, reader: MemoryReader, positions: Sequence[int]) -> None:
         num_layers = self._kv.format.num_layers
-        at_once = max(1, self._copy_bytes // (max(1, len(positions)) * 2 * self._kv.format.unit_layer_bytes))
+        layer_bytes = max(1, len(positions)) * 2 * self._kv.format.unit_layer_bytes
+        at_once = 1 if self._after_copy else max(1, COPY_BYTES // layer_bytes)
         try:
             for first in range(0, num_layers, at_once):
                 layers = range(first, min(first + at_once, num_layers))
                 pull.copy(partial(reader.copy, layers))
-                self._after_copy(layers[-1])
+                if self._after_copy is not None:
+                    self._after_copy(layers[-1])
                 if reader.sees_generations or layers.stop == num_layers:
                     self._check(reader, layers[-1])
         finally:

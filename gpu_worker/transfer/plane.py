@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from gpu_worker.executor import Executor
-from gpu_worker.transfer.carriers import COPY_BYTES, RemoteCarrier
+from gpu_worker.transfer.carriers import RemoteCarrier
 from gpu_worker.transfer.messages import CHUNK_BYTES
 from gpu_worker.transfer.nixl import AddressedPages, NixlEndpoint
 from gpu_worker.transfer.port import KvPages, LowerTiers
@@ -36,7 +36,7 @@ class TransferPlane:
         self,
         executor: Executor,
         *,
-        after_read: Callable[[int], None] = lambda layer: None,
+        after_read: Callable[[int], None] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> TransferSource:
         """What others pull from; after_read, chunk_bytes: see TransferSource."""
@@ -61,13 +61,12 @@ def open_plane(
     namespace: str,
     tiers: LowerTiers | None = None,
     only: Sequence[str] = TRANSPORTS,
-    after_copy: Callable[[int], None] = lambda layer: None,
-    copy_bytes: int = COPY_BYTES,
+    after_copy: Callable[[int], None] | None = None,
 ) -> Iterator[TransferPlane]:
     """To be entered before the executor and the server, and left after them.
 
     namespace: of prefix hashes (kvstore.prefix_hash). only: transports to use of those there are; gRPC always is.
-    after_copy, copy_bytes: see RemoteCarrier.
+    after_copy: see RemoteCarrier.
     """
     if kv is None:
         yield TransferPlane(None, namespace, None, (GRPC,), None, None)
@@ -76,14 +75,7 @@ def open_plane(
     endpoint = _open_nixl(kv) if NIXL in transports else None
     if endpoint is None:
         transports = tuple(name for name in transports if name != NIXL)
-    remote = RemoteCarrier(
-        kv,
-        namespace=namespace,
-        transports=transports,
-        endpoint=endpoint,
-        after_copy=after_copy,
-        copy_bytes=copy_bytes,
-    )
+    remote = RemoteCarrier(kv, namespace=namespace, transports=transports, endpoint=endpoint, after_copy=after_copy)
     try:
         with TransferPuller(kv, remote, worker_id=worker_id, tiers=tiers) as puller:
             yield TransferPlane(kv, namespace, tiers, transports, endpoint, puller)

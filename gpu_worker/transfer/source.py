@@ -83,11 +83,11 @@ class TransferSource(pb_grpc.KvTransferServicer):
         transports: Sequence[str],
         tiers: LowerTiers | None = None,
         endpoint: NixlEndpoint | None = None,
-        after_read: Callable[[int], None] = lambda layer: None,
+        after_read: Callable[[int], None] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """kv None: every pull is refused. after_read: called in the reading thread between the read of a chunk, whose
-        last layer it gets, and its check. chunk_bytes: of data, at most; one unit in one layer at least."""
+        """kv None: every pull is refused. after_read: called in the reading thread between the read of a layer's chunk
+        and its check; with it, layers share no chunk. chunk_bytes: of data, at most; one unit in one layer at least."""
         self._kv = kv
         self._residency = residency
         self._namespace = namespace
@@ -220,14 +220,15 @@ class TransferSource(pb_grpc.KvTransferServicer):
         """Layer by layer, in chunks of consecutive units of the request; small layers share a chunk."""
         spans = _spans(held, max(1, self._chunk_bytes // (2 * kv.format.unit_layer_bytes)))
         longest = max((len(span.units) for span in spans), default=1)
-        for layers in _layer_ranges(kv.format, longest, self._chunk_bytes):
+        for layers in _layer_ranges(kv.format, longest, 0 if self._after_read else self._chunk_bytes):
             for span in spans:
                 yield partial(self._read_pages, kv, span, layers)
 
     def _read_pages(self, kv: KvPages, span: _Span, layers: range) -> list[bytes]:
         pieces = [piece for layer in layers for piece in kv.pieces(layer, span.places)]
         part = encode_chunk(span.units, layers, pieces)
-        self._after_read(layers[-1])
+        if self._after_read is not None:
+            self._after_read(layers[-1])
         if not self._residency.still(span.pages):
             raise TransferFailed(f"layer {layers[-1]}: a page got a new owner while it was read")
         return [part]

@@ -75,19 +75,21 @@ def gate_plane(wait: Callable[[str], None]) -> Callable[..., Any]:
 
 
 def gate_pulls(directory: Path, wait: Callable[[str], None]) -> None:
-    attempt, store = RemoteCarrier._attempt, Pull.store
+    carry, store = RemoteCarrier.carry, Pull.store
 
-    def gated_attempt(self: RemoteCarrier, pull: Pull, transports: Sequence[str]) -> bool:
+    def gated_carry(self: RemoteCarrier, pull: Pull) -> None:
         wait("begin")
-        done = attempt(self, pull, [GRPC] if (directory / GRPC).exists() else transports)
+        if (directory / GRPC).exists():
+            self._attempt(pull, [GRPC])
+        else:
+            carry(self, pull)
         wait("end")
-        return done
 
     def gated_store(self: Pull, layer: int, first: int, data: Bytes) -> None:
         store(self, layer, first, data)
         wait(f"layer-{layer}")
 
-    RemoteCarrier._attempt = gated_attempt  # type: ignore[method-assign]
+    RemoteCarrier.carry = gated_carry  # type: ignore[method-assign]
     Pull.store = gated_store  # type: ignore[method-assign]
 
 

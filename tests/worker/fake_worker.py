@@ -10,7 +10,6 @@ from gpu_worker.executor import Executor
 from gpu_worker.server import WorkerService, bind_server, serving
 from gpu_worker.server.session import WorkerIdentity
 from gpu_worker.telemetry import StepTelemetry
-from gpu_worker.transfer.carriers import COPY_BYTES
 from gpu_worker.transfer.messages import CHUNK_BYTES
 from gpu_worker.transfer.plane import open_plane
 from gpu_worker.transfer.port import LowerTiers
@@ -52,13 +51,12 @@ async def running_worker(
     transports: Sequence[str] = (SHM, GRPC),
     after_copy: Callable[[int], None] | None = None,
     after_read: Callable[[int], None] | None = None,
-    copy_bytes: int = COPY_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> AsyncIterator[FakeWorker]:
     """A worker that schedulers may attach to. Leaving the block is its clean shutdown.
 
     after_copy: between its copy of a layer out of another's memory and its check; after_read: between its read of a
-    layer for another and its check. With them, a layer at a time.
+    layer for another and its check.
     """
     runner = runner or FakeRunner()
     tracer = tracer or NullTracer()
@@ -71,17 +69,12 @@ async def running_worker(
         namespace=namespace(runner.card),
         tiers=tiers,
         only=transports,
-        after_copy=after_copy or (lambda layer: None),
-        copy_bytes=1 if after_copy else copy_bytes,
+        after_copy=after_copy,
     ) as plane:
         executor = Executor(
             runner, StepTelemetry(metrics, tracer), epoch=Epoch(epoch), puller=plane.puller, tiers=tiers
         )
         service = WorkerService(executor, identity, tracer)
-        source = plane.source(
-            executor,
-            after_read=after_read or (lambda layer: None),
-            chunk_bytes=LAYER_BYTES if after_read else chunk_bytes,
-        )
+        source = plane.source(executor, after_read=after_read, chunk_bytes=chunk_bytes)
         async with executor, source, serving(server, service, source):
             yield FakeWorker(identity.worker_id, identity.advertise_address, runner, executor, service, metrics)
