@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from redis.asyncio import Redis
 
@@ -26,6 +25,7 @@ from wire import keys
 from wire.entries import CancelEntry, ReplyEntry, ReplyItem, RequestEntry, TerminalReply
 from wire.errors import EntryMalformed, MeshError, Unavailable
 from wire.ids import Fence, GatewayId, RequestId
+from wire.redis_pipe import RedisPipe, stream_entries
 
 log = logging.getLogger("gateway.replies")
 
@@ -53,7 +53,7 @@ class ReplyReader:
         metrics: GatewayMetrics,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._redis = redis
+        self._pipe = RedisPipe(redis)
         self._stream = keys.replies(cell, gateway_id)
         self._mesh = mesh
         self._metrics = metrics
@@ -63,7 +63,7 @@ class ReplyReader:
         self._strays: dict[RequestId, None] = {}  # tokens for nobody: cancelled once; insertion-ordered, bounded
         self._next_audit_s = now() + AUDIT_S
         self._last_id: bytes | None = None
-        self._run_id: str | None = None
+        self._run_id: bytes | None = None
         self._fence = Fence(0)
 
     def open(self, entries: Sequence[RequestEntry], lane: str) -> Inbox:
@@ -109,10 +109,10 @@ class ReplyReader:
 
     async def attach(self) -> None:
         """Find where to read on; after a restart of Redis also what it may have lost. Raises redis-py's errors."""
-        run_id = (await self._redis.info("server"))["run_id"]
+        run_id = await self._pipe.run_id()
         if run_id == self._run_id:
             return
-        newest: Any = await self._redis.xrevrange(self._stream, count=1)
+        newest = await self._pipe.ask(("XREVRANGE", self._stream, "+", "-", "COUNT", 1))
         end: bytes = newest[0][0] if newest else b"0-0"
         if self._last_id is None or _parse_id(end) < _parse_id(self._last_id):
             self._last_id = end  # at start what is there belongs to an earlier life; later, a lost tail starts anew
@@ -126,9 +126,10 @@ class ReplyReader:
 
     async def _read(self) -> None:
         assert self._last_id is not None
-        reply: Any = await self._redis.xread({self._stream: self._last_id}, count=READ_ENTRIES, block=BLOCK_MS)
-        for _, entries in reply:
-            for entry_id, raw in entries:
+        read = ("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self._stream, self._last_id)
+        reply = await self._pipe.ask(read)
+        for _, entries in reply or ():
+            for entry_id, raw in stream_entries(entries):
                 self._last_id = entry_id
                 try:
                     self._accept(ReplyEntry.decode(raw))

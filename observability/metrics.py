@@ -212,6 +212,7 @@ class SchedulerMetrics:
             buckets=STEP_BUCKETS_S,
             registry=r,
         )
+        self._steps: dict[str, tuple[Histogram, Counter, Counter]] = {}  # by worker: looking labels up is dearer
         self.redis_reconnects = _redis_reconnects(r)
         self.event_loop_lag_s = _event_loop_lag(r)
 
@@ -223,9 +224,14 @@ class SchedulerMetrics:
 
     def observe_step(self, worker: str, *, step_s: float, prefill_tokens: int, decode_tokens: int) -> None:
         """Count one reported step."""
-        self.step_s.labels(worker).observe(step_s)
-        self.tokens.labels(worker, "prefill").inc(prefill_tokens)
-        self.tokens.labels(worker, "decode").inc(decode_tokens)
+        bound = self._steps.get(worker)
+        if bound is None:
+            prefill, decode = self.tokens.labels(worker, "prefill"), self.tokens.labels(worker, "decode")
+            bound = self._steps[worker] = self.step_s.labels(worker), prefill, decode
+        step, prefill, decode = bound
+        step.observe(step_s)
+        prefill.inc(prefill_tokens)
+        decode.inc(decode_tokens)
 
     def observe_pull(self, transport: str, outcome: str, *, pull_s: float, num_bytes: int) -> None:
         """Count one KV transfer that is over; without a transport none was found."""

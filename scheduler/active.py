@@ -132,6 +132,7 @@ class Tenure:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lease.keep())
                 tasks.create_task(self._service.run())
+                tasks.create_task(self._service.tick())
                 tasks.create_task(self._publisher.run())
                 tasks.create_task(self._index.run())
                 tasks.create_task(self._audit.run())

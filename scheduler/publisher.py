@@ -27,12 +27,13 @@ from scheduler.clock import Clock
 from scheduler.journal import JournalDrafts, append_call, end_call, remove_call
 from scheduler.lease import Lease
 from scheduler.pending import PendingRequest, PendingRequests
-from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, execute_each
+from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, each_of_its_key
 from wire import keys
-from wire.entries import ReplyEntry, ReplyItem, TerminalReply, TokensReply
+from wire.entries import RedisFields, ReplyEntry, ReplyItem, TerminalReply, TokensReply
 from wire.errors import FenceLost
 from wire.ids import GatewayId, RequestId
 from wire.redis_client import open_redis
+from wire.redis_pipe import Command, RedisPipe, run_id_of, xadd
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +92,7 @@ def _join(earlier: TokensReply | None, item: TokensReply) -> bool:
 class _Sent:
     sent_s: float
     gateway_id: GatewayId
-    fields: Any
-    """RedisFields; redis-py's mapping type is invariant."""
+    fields: RedisFields
 
 
 class Publisher:
@@ -102,6 +102,7 @@ class Publisher:
         self, redis_url: str, cell: str, lease: Lease, pending: PendingRequests, clock: Clock, metrics: SchedulerMetrics
     ) -> None:
         self._redis = open_redis(redis_url, cell=cell, on_connect=self._on_connect)
+        self._pipe = RedisPipe(self._redis)
         self._cell = cell
         self._lease = lease
         self._fence = lease.fence
@@ -153,7 +154,7 @@ class Publisher:
             has_work = await self._wait_for_work()
             try:
                 if not has_work:
-                    await self._redis.ping()  # notices a restart although nothing is published
+                    await self._execute([("PING",)])  # notices a restart although nothing is published
                 await self._write()
             except REDIS_ERRORS as error:
                 self._work.set()
@@ -175,13 +176,13 @@ class Publisher:
         """Wait for output, a draft that is due, or IDLE_CHECK_S (then False)."""
         due_s = self.drafts.next_due_s()
         wait_s = IDLE_CHECK_S if due_s is None else min(IDLE_CHECK_S, max(0.0, due_s - self._clock.now()))
+        timer = asyncio.get_running_loop().call_later(wait_s, self._work.set)  # a timeout costs five times as much
         try:
-            async with asyncio.timeout(wait_s):
-                await self._work.wait()
-        except TimeoutError:
-            return due_s is not None
+            await self._work.wait()
+        finally:
+            timer.cancel()
         self._work.clear()
-        return True
+        return due_s is not None or bool(self._next.num_items or self._discards)
 
     async def _write(self) -> None:
         if self._redis_restarted:
@@ -219,13 +220,14 @@ class Publisher:
         now = self._clock.now()
         gateways = {entry.gateway_id for entry in entries}
         renewed = [g for g in gateways if now - self._ttl_renewed_s.get(g, -inf) >= RENEW_TTL_S]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for entry in entries:
-                stream = keys.replies(self._cell, entry.gateway_id)
-                pipe.xadd(stream, entry.fields, maxlen=keys.REPLIES_MAX_ENTRIES, approximate=True)
-            for gateway_id in renewed:
-                pipe.expire(keys.replies(self._cell, gateway_id), keys.REPLIES_IDLE_TTL_S)
-            results = (await execute_each(pipe))[: len(entries)]
+        commands = [
+            xadd(keys.replies(self._cell, entry.gateway_id), entry.fields, max_entries=keys.REPLIES_MAX_ENTRIES)
+            for entry in entries
+        ]
+        commands += [
+            ("EXPIRE", keys.replies(self._cell, gateway_id), keys.REPLIES_IDLE_TTL_S) for gateway_id in renewed
+        ]
+        results = (await self._execute(commands))[: len(entries)]
         if renewed:
             fresh = {g: renewed_s for g, renewed_s in self._ttl_renewed_s.items() if now - renewed_s < RENEW_TTL_S}
             self._ttl_renewed_s = fresh | dict.fromkeys(renewed, now)
@@ -274,14 +276,11 @@ class Publisher:
             self.drafts.written(request_id)
 
     async def _run_scripts(self, calls: Sequence[list[Any]]) -> list[Any]:
-        """Run fenced scripts; results as of execute_each. Raises FenceLost, or a Redis error when the fence is still
+        """Run fenced scripts; results as of _execute. Raises FenceLost, or a Redis error when the fence is still
         ours: then try again."""
         if not calls:
             return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for call in calls:
-                pipe.eval(*call)
-            results = await execute_each(pipe)
+        results = await self._execute([("EVAL", *call) for call in calls])
         if 0 in results:
             await self._lease.confirm()
             raise RedisConnectionError("Redis had forgotten our fence")
@@ -290,12 +289,13 @@ class Publisher:
     async def _drop_discards(self) -> None:
         while self._discards:
             stream, entry_id = self._discards[0]
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.xack(stream, keys.SCHEDULER_GROUP, entry_id)
-                pipe.xdel(stream, entry_id)
-                for result in await execute_each(pipe):
-                    self._refused.note(stream, result)
+            acked = ("XACK", stream, keys.SCHEDULER_GROUP, entry_id)
+            for result in await self._execute([acked, ("XDEL", stream, entry_id)]):
+                self._refused.note(stream, result)
             del self._discards[0]
+
+    async def _execute(self, commands: Sequence[Command]) -> list[Any]:
+        return each_of_its_key(await self._pipe.execute(commands))
 
     # -- a Redis that came back as another process -------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class Publisher:
         await connection.on_connect()
         await connection.send_command("INFO", "server")
         info: bytes = await connection.read_response()
-        run_id = next((line for line in info.splitlines() if line.startswith(b"run_id:")), b"")
+        run_id = run_id_of(info)
         last, self._run_id = self._run_id, run_id
         if last is not None:
             self._metrics.redis_reconnects.inc()
@@ -328,14 +328,15 @@ class Publisher:
 
     async def _restore(self, requests: Sequence[PendingRequest]) -> None:
         """Count requests as live again and add lost entries anew, for a successor; our intake takes them as repeats."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for request in requests:
-                pipe.sadd(keys.live(self._cell), request.entry.request_id)
-                pipe.xrange(keys.requests(self._cell, request.lane), request.entry_id, request.entry_id)
-            found = (await execute_each(pipe))[1::2]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for request, entry in zip(requests, found, strict=True):
-                if not entry:  # neither found nor refused
-                    fields: Any = request.entry.encode()
-                    pipe.xadd(keys.requests(self._cell, request.lane), fields)
-            await execute_each(pipe)
+        look: list[Command] = []
+        for request in requests:
+            lane, entry_id = keys.requests(self._cell, request.lane), request.entry_id
+            look += [("SADD", keys.live(self._cell), request.entry.request_id), ("XRANGE", lane, entry_id, entry_id)]
+        found = (await self._execute(look))[1::2]
+        await self._execute(
+            [
+                xadd(keys.requests(self._cell, request.lane), request.entry.encode())
+                for request, entry in zip(requests, found, strict=True)
+                if not entry  # neither found nor refused
+            ]
+        )

@@ -56,11 +56,15 @@ def is_of_its_key(error: ResponseError) -> bool:
 
 
 async def execute_each(pipe: Pipeline) -> list[Any]:
-    """Results of a pipeline's commands; a ResponseError is the result of one whose key is at fault.
+    """Results of a pipeline's commands, as of each_of_its_key. Raises redis-py's errors."""
+    return each_of_its_key(await pipe.execute(raise_on_error=False))
 
-    Raises what concerns the server or the connection: then any part of it may be done or not.
+
+def each_of_its_key(results: list[Any]) -> list[Any]:
+    """The same; a ResponseError among them is the result of a command whose key is at fault.
+
+    Raises what concerns the server: then any part of it may be done or not.
     """
-    results: list[Any] = await pipe.execute(raise_on_error=False)
     for result in results:
         if isinstance(result, ResponseError) and not is_of_its_key(result):
             raise result
@@ -75,7 +79,7 @@ class RefusedKeys:
         self._known: set[str] = set()
 
     def note(self, key: str, result: Any) -> bool:
-        """Take one of execute_each's results; returns whether it is a refusal."""
+        """Take one of each_of_its_key's results; returns whether it is a refusal."""
         if not isinstance(result, ResponseError):
             self._known.discard(key)
             return False

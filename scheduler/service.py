@@ -57,14 +57,9 @@ class Service:
         self._model_name = ""
 
     async def run(self) -> None:
-        """Turn after turn: all waiting events, then one batch of replies. Ticks at least every TICK_S."""
-        next_tick_s = self._clock.now()
+        """Turn after turn: all waiting events, then one batch of replies."""
         while True:
-            events = await self._next_events(max(0.0, next_tick_s - self._clock.now()))
-            if self._clock.now() >= next_tick_s:
-                events.append(Tick())
-                next_tick_s = self._clock.now() + TICK_S
-            self.turn(events)
+            self.turn(await self._next_events())
             await self._publisher.wait_for_room()
             await asyncio.sleep(0)  # lets links and the publisher write, however full the inbox is
 
@@ -90,15 +85,15 @@ class Service:
                 case FinishRequest():
                     self._finish(reply)
 
-    async def _next_events(self, timeout_s: float) -> list[Event]:
-        """Everything that waits, at most MAX_TURN_EVENTS; empty after timeout_s."""
-        events: list[Event] = []
-        if self._inbox.empty():  # a timeout costs as much as an event
-            try:
-                async with asyncio.timeout(timeout_s):
-                    events.append(await self._inbox.get())
-            except TimeoutError:
-                return events
+    async def tick(self) -> None:
+        """Let the engine know, for ever, that time passes."""
+        while True:
+            await self._inbox.put(Tick())
+            await asyncio.sleep(TICK_S)
+
+    async def _next_events(self) -> list[Event]:
+        """Everything that waits, at least one event and at most MAX_TURN_EVENTS."""
+        events = [await self._inbox.get()]
         while len(events) < MAX_TURN_EVENTS and not self._inbox.empty():
             events.append(self._inbox.get_nowait())
         return events

@@ -28,6 +28,8 @@ class _Cancellable(AbstractConnection):
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
         if not self.is_connected:
             await self.connect_check_health(check_health=False)
+        if self.socket_timeout is None:
+            return await super().send_packed_command(command, check_health)
         timeout_s, self.socket_timeout = self.socket_timeout, None
         try:
             async with asyncio.timeout(timeout_s):
