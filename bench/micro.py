@@ -26,7 +26,7 @@ from gpu_worker.step_batch import StepBatch
 from wire.config import ModelConfig, load
 from wire.model_path import cache_root, model_path
 
-ROWS = (1, 4, 8, 32, 256)
+ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 2000, 4000)
 PAGE_SIZE = 64
 MAX_KV_BYTES = 400 << 20
@@ -86,12 +86,14 @@ def read_bandwidth(buffer: torch.Tensor) -> Callable[[], object]:
     return lambda: buffer.sum()
 
 
-def compare_linears(config: DecoderConfig, kernels: Kernels, stored: torch.dtype, rounds: int) -> None:
+def compare_linears(
+    config: DecoderConfig, kernels: Kernels, stored: torch.dtype, all_rows: list[int], rounds: int
+) -> None:
     linears = Linears(config, kernels, stored)
     print(f"weights stored as {str(stored).removeprefix('torch.')}; torch's are float32")
     print(f"{'linears, rows':>14} {'torch ms':>9} {'ours ms':>9} {'ratio':>6} {'GFLOP/s':>8} {'÷ reading once':>14}")
     buffer = torch.ones((linears.layer_elements + linears.head_elements) * stored.itemsize // 4)
-    for rows in ROWS:
+    for rows in all_rows:
         logit_rows = rows if rows <= 32 else 1
         x = torch.randn(rows, config.hidden_size)
         taken = turns(
@@ -160,6 +162,7 @@ def main() -> None:
     parser.add_argument("model_dir", nargs="?", type=Path, help="whose shapes are measured; default: PHASEMESH_MODEL's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of the linears' input")
     parser.add_argument("--instruction-set", help="avx512, avx2 or baseline; default: the best this CPU has")
     parser.add_argument("--stored", choices=[str(t).removeprefix("torch.") for t in PANEL_DTYPES], default="float32")
     arguments = parser.parse_args()
@@ -169,7 +172,7 @@ def main() -> None:
     kernels = Kernels(library_path(cache_root(model)), arguments.instruction_set)
     print(f"{kernels.instruction_set}, {arguments.threads} threads, medians of {arguments.rounds} rounds taken in turn")
     with torch.inference_mode():
-        compare_linears(config, kernels, getattr(torch, arguments.stored), arguments.rounds)
+        compare_linears(config, kernels, getattr(torch, arguments.stored), arguments.rows, arguments.rounds)
         compare_attention(config, kernels, arguments.rounds)
 
 

@@ -37,9 +37,10 @@ static inline float widen(uint16_t bfloat16) {
 }
 
 // Weights come from memory, once: asked for early, since a tile of many rows looks less far ahead than memory is away.
-// Past a panel's end begins the next one.
+// Past a panel's end begins the next one. Always inlined: the compiler takes a function that only prefetches for one
+// without effect, and drops its calls.
 template <typename T>
-static inline void fetch_ahead(const T* values, int64_t step) {
+__attribute__((always_inline)) static inline void fetch_ahead(const T* values, int64_t step) {
   constexpr int64_t LINES_AHEAD = 64, ROWS_IN_LINE = 4 / sizeof(T);
   if (step % ROWS_IN_LINE == 0) __builtin_prefetch(values + (step + LINES_AHEAD * ROWS_IN_LINE) * COLUMNS, 0, 2);
 }
@@ -48,14 +49,14 @@ template <typename T>
 struct Weights {
   const T* values;
   Weights run(int64_t i) const { return {values + i * COLUMNS}; }
-  void ahead(int64_t step) const { fetch_ahead(values, step); }
+  __attribute__((always_inline)) void ahead(int64_t step) const { fetch_ahead(values, step); }
   vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES); }
 };
 
 struct ScaledRun {
   const int8_t* values;
   vec scales[VECS];
-  void ahead(int64_t step) const { fetch_ahead(values, step); }
+  __attribute__((always_inline)) void ahead(int64_t step) const { fetch_ahead(values, step); }
   vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES) * scales[v]; }
 };
 
@@ -70,14 +71,30 @@ struct ScaledWeights {
   }
 };
 
+// Leaves what it reads in float32 for whoever comes next.
+template <typename Source>
+struct Kept {
+  Source source;
+  float* floats;
+  auto run(int64_t i) const { return Kept<decltype(source.run(i))>{source.run(i), floats + i * COLUMNS}; }
+  __attribute__((always_inline)) void ahead(int64_t step) const { source.ahead(step); }
+  vec at(int64_t step, int v) const {
+    const vec value = source.at(step, v);
+    store(floats + step * COLUMNS + v * LANES, value);
+    return value;
+  }
+};
+
+// A panel from row `start` on, a multiple of RUN.
 template <Stored S>
-static inline auto source(const Linear& w, int64_t panel) {
-  const int64_t at = panel * w.depth * COLUMNS;
+static inline auto source(const Linear& w, int64_t panel, int64_t start = 0) {
+  const int64_t at = (panel * w.depth + start) * COLUMNS;
   if constexpr (S == Stored::FLOAT32) return Weights<float>{static_cast<const float*>(w.panels) + at};
   if constexpr (S == Stored::BFLOAT16) return Weights<uint16_t>{static_cast<const uint16_t*>(w.panels) + at};
   if constexpr (S == Stored::INT8) {
     const int64_t groups = (w.depth + SCALE_DEPTH - 1) / SCALE_DEPTH;
-    return ScaledWeights{static_cast<const int8_t*>(w.panels) + at, w.scales + panel * groups * COLUMNS};
+    return ScaledWeights{static_cast<const int8_t*>(w.panels) + at,
+                         w.scales + (panel * groups + start / SCALE_DEPTH) * COLUMNS};
   }
 }
 
@@ -89,13 +106,14 @@ static inline vec finish(vec out, vec y) {
   return out / (1.0f + exp(-out)) * y;
 }
 
-// A panel's sums, its bias added (or null), go through the epilogue. `width` columns of the panel are real.
-template <Epilogue E, int R>
-static inline void finish_panel(const vec (&sums)[R][VECS], const float* bias, float* out, int64_t out_stride,
-                                int64_t width) {
+// A panel's sums, rows `stride` apart, its bias added (or null), go through the epilogue. `width` columns of the panel are
+// real.
+template <Epilogue E>
+static inline void finish_panel(const float* sums, int64_t stride, int64_t rows, const float* bias, float* out,
+                                int64_t out_stride, int64_t width) {
   float padded_bias[COLUMNS] = {};
   if (bias) memcpy(padded_bias, bias, width * sizeof(float));
-  for (int r = 0; r < R; ++r) {
+  for (int64_t r = 0; r < rows; ++r) {
     float* to = out + r * out_stride;
     float edge[COLUMNS] = {};
     float* target = to;
@@ -104,24 +122,28 @@ static inline void finish_panel(const vec (&sums)[R][VECS], const float* bias, f
       target = edge;
     }
     for (int v = 0; v < VECS; ++v) {
-      const vec y = sums[r][v] + load(padded_bias + v * LANES);
+      const vec y = load(sums + r * stride + v * LANES) + load(padded_bias + v * LANES);
       store(target + v * LANES, finish<E>(load(target + v * LANES), y));
     }
     if (width < COLUMNS) memcpy(to, edge, width * sizeof(float));
   }
 }
 
-// P panels from `panel` on for R rows.
+// P panels from `panel` on for R rows. Not inlined: beside other tiles there are too few registers for the addresses of
+// rows.
 template <Epilogue E, int R, int P, typename Source>
-static inline void multiply_panels(const float* x, int64_t x_stride, const Linear& w, const Source (&sources)[P],
-                                   int64_t panel, float* out, int64_t out_stride) {
+__attribute__((noinline)) static void multiply_panels(const float* x, int64_t x_stride, const Linear& w,
+                                                      const Source (&sources)[P], int64_t panel, float* out,
+                                                      int64_t out_stride) {
   Tile<R, P> tile;
   tile.clear();
   tile.multiply(x, x_stride, sources, w.depth);
+  float sums[R * P * COLUMNS];
+  tile.write(sums, P * COLUMNS);
   for (int p = 0; p < P; ++p) {
     const int64_t column = (panel + p) * COLUMNS, left = w.columns - column;
-    finish_panel<E, R>(tile.sums[p], w.bias ? w.bias + column : nullptr, out + column, out_stride,
-                       left < COLUMNS ? left : int64_t{COLUMNS});
+    finish_panel<E>(sums + p * COLUMNS, P * COLUMNS, R, w.bias ? w.bias + column : nullptr, out + column, out_stride,
+                    left < COLUMNS ? left : int64_t{COLUMNS});
   }
 }
 
@@ -129,7 +151,21 @@ static inline void multiply_panels(const float* x, int64_t x_stride, const Linea
 constexpr int64_t BLOCK_DEPTH = 256;  // 16 KB of a panel, which stay in the first cache while rows go by
 constexpr int64_t scratch_size(int64_t rows) { return (BLOCK_DEPTH + rows) * COLUMNS; }
 
-// More rows than a tile: a panel goes by in blocks, each met by all rows before the next.
+// sums [R][16] (+)= R rows times a block of a panel. Not inlined either.
+template <int R, typename Source>
+__attribute__((noinline)) static void multiply_block(const float* x, int64_t x_stride, const Source& block,
+                                                     int64_t depth, bool is_first, float* sums) {
+  Tile<R> tile;
+  if (is_first)
+    tile.clear();
+  else
+    tile.read(sums, COLUMNS);
+  tile.multiply(x, x_stride, {block}, depth);
+  tile.write(sums, COLUMNS);
+}
+
+// More rows than a tile: a panel goes by in blocks, each met by all rows before the next. The first tile of rows widens a
+// block on its way, the others find it in float32.
 template <Epilogue E, Stored S>
 static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t panel, float* out,
                           int64_t out_stride, float* scratch) {
@@ -138,30 +174,21 @@ static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const 
   const float* bias = w.bias ? w.bias + column : nullptr;
   for (int64_t start = 0; start < w.depth; start += BLOCK_DEPTH) {
     const int64_t depth = w.depth - start < BLOCK_DEPTH ? w.depth - start : BLOCK_DEPTH;
-    const auto stored = source<S>(w, panel);
-    if constexpr (S != Stored::FLOAT32)
-      for (int64_t i = 0; i < depth; i += RUN) {
-        const auto run = stored.run(start + i);
-        for (int64_t step = 0; step < RUN && i + step < depth; ++step) {
-          run.ahead(step);
-          for (int v = 0; v < VECS; ++v) store(scratch + (i + step) * COLUMNS + v * LANES, run.at(step, v));
-        }
-      }
-    for_tiles(rows, [&](auto tile_rows, int64_t first) __attribute__((always_inline)) {
+    const auto stored = source<S>(w, panel, start);
+    for_tiles(rows, [&](auto tile_rows, int64_t first) {
       constexpr int R = decltype(tile_rows)::value;
-      Tile<R> tile;
-      if (start == 0)
-        tile.clear();
-      else
-        tile.read(sums + first * COLUMNS, COLUMNS);
-      if constexpr (S == Stored::FLOAT32)
-        tile.multiply(x + first * x_stride + start, x_stride, {stored.run(start)}, depth);
-      else
-        tile.multiply(x + first * x_stride + start, x_stride, {Floats{scratch}}, depth);
-      if (start + depth == w.depth)
-        finish_panel<E, R>(tile.sums[0], bias, out + first * out_stride + column, out_stride, width);
-      else
-        tile.write(sums + first * COLUMNS, COLUMNS);
+      if constexpr (R * 2 >= TILE_ROWS) {
+        const float* from = x + first * x_stride + start;
+        float* to = sums + first * COLUMNS;
+        if constexpr (S == Stored::FLOAT32)
+          multiply_block<R>(from, x_stride, stored, depth, start == 0, to);
+        else if (first == 0)
+          multiply_block<R>(from, x_stride, Kept<decltype(source<S>(w, 0))>{stored, scratch}, depth, start == 0, to);
+        else
+          multiply_block<R>(from, x_stride, Floats{scratch}, depth, start == 0, to);
+        if (start + depth == w.depth)
+          finish_panel<E>(to, COLUMNS, R, bias, out + first * out_stride + column, out_stride, width);
+      }
     });
   }
 }

@@ -9,7 +9,7 @@
 constexpr int COLUMNS = 16;
 constexpr int VECS = COLUMNS / LANES;
 // Rows of a full tile. Accumulators must fit the registers beside a row of B: 32 with AVX-512, else 16.
-constexpr int TILE_ROWS = LANES == 16 ? 12 : 4;
+constexpr int TILE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;
 
 constexpr int64_t RUN = 64;  // rows of B that are looked at together
 
@@ -45,8 +45,10 @@ struct Tile {
         for (int v = 0; v < VECS; ++v) store(c + r * c_stride + p * COLUMNS + v * LANES, sums[p][r][v]);
   }
 
+  // Always inlined: called, it would keep its sums in memory, and not be trusted to prefetch (linear.h).
   template <typename Source>
-  void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P], int64_t depth) {
+  __attribute__((always_inline)) void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P],
+                                               int64_t depth) {
     for (int64_t start = 0; start < depth; start += RUN) {
       decltype(b[0].run(0)) runs[P];
       for (int p = 0; p < P; ++p) runs[p] = b[p].run(start);
@@ -72,12 +74,23 @@ struct Count {
   static constexpr int value = N;
 };
 
-// Calls body(Count<R>, first row) for full tiles, then for what is left.
-template <int R = TILE_ROWS, typename Body>
-static inline void for_tiles(int64_t rows, Body body, int64_t first = 0) {
-  for (; rows - first >= R; first += R) body(Count<R>{}, first);
-  if constexpr (R > 1)
-    if (first < rows) for_tiles<R - 1>(rows, body, first);
+// Calls body(Count<n>), n of [1, MOST].
+template <int MOST, typename Body>
+static inline void with_count(int64_t n, Body body) {
+  if constexpr (MOST > 1)
+    if (n < MOST) return with_count<MOST - 1>(n, body);
+  body(Count<MOST>{});
+}
+
+// Calls body(Count<R>, first row) for as few tiles as can be, as even as can be: a small one would leave the core idle.
+// Of more rows than one tile, none has less than half a tile's.
+template <typename Body>
+static inline void for_tiles(int64_t rows, Body body) {
+  int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  for (int64_t first = 0, size; first < rows; first += size, --tiles) {
+    size = (rows - first + tiles - 1) / tiles;
+    with_count<TILE_ROWS>(size, [&](auto count) __attribute__((always_inline)) { body(count, first); });
+  }
 }
 
 // Panels that a tile of few rows takes at once: one chain of additions a row does not keep a core busy.
