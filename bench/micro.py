@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from gpu_worker.attention.cpu_backend import CpuAttention
+from gpu_worker.attention.port import StepAttention
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.kernels.build import library_path
 from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, PackedLinear, pack, pack_scales
@@ -26,8 +27,9 @@ from wire.config import ModelConfig, load
 from wire.model_path import cache_root, model_path
 
 ROWS = (1, 4, 8, 32, 256)
-CONTEXTS = (128, 2000)
+CONTEXTS = (128, 2000, 4000)
 PAGE_SIZE = 64
+MAX_KV_BYTES = 400 << 20
 
 
 def turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -107,29 +109,50 @@ def compare_linears(config: DecoderConfig, kernels: Kernels, stored: torch.dtype
         )
 
 
+def attention_layers(config: DecoderConfig, positions: int) -> torch.Tensor:
+    """K and V of as many layers as keep them out of the caches, as in a whole forward pass: [layers, 2, pages, …]."""
+    page = (PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    pages = positions // PAGE_SIZE
+    layer_bytes = 2 * positions * config.num_kv_heads * config.head_dim * 4
+    return torch.randn(max(1, min(config.num_layers, MAX_KV_BYTES // layer_bytes)), 2, pages, *page)
+
+
 def compare_attention(config: DecoderConfig, kernels: Kernels, rounds: int) -> None:
-    print(f"{'attention: sequences × queries @ context':>42} {'torch ms':>9} {'ours ms':>9} {'ratio':>6}")
+    """Milliseconds a layer; GB/s are those of K and V, read once."""
+    print(
+        f"{'attention: sequences × queries @ context':>42} {'torch ms':>9} {'ours ms':>9} {'ratio':>6} "
+        f"{'GFLOP/s':>8} {'GB/s':>6} {'÷ reading once':>14}"
+    )
     for context in CONTEXTS:
         for num_seqs, queries in ((1, 1), (8, 1), (32, 1), (1, 128)):
             pages = -(-context // PAGE_SIZE)
             tables = [list(range(i * pages, (i + 1) * pages)) for i in range(num_seqs)]
-            kv = torch.randn(2, num_seqs * pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+            layers = attention_layers(config, num_seqs * pages * PAGE_SIZE)
             q = torch.randn(num_seqs * queries, config.num_heads, config.head_dim)
             batch = StepBatch(query_lens=[queries] * num_seqs, context_lens=[context] * num_seqs, block_tables=tables)
-            steps = {
-                backend.name: backend.prepare(
-                    batch, page_size=PAGE_SIZE, windows={None}, dtype=torch.float32, device=torch.device("cpu")
+            contestants = {
+                backend.name: all_layers(
+                    backend.prepare(
+                        batch, page_size=PAGE_SIZE, windows={None}, dtype=torch.float32, device=torch.device("cpu")
+                    ),
+                    q,
+                    layers,
                 )
                 for backend in (TorchAttention(), CpuAttention(kernels))
             }
-            taken = turns(
-                {name: lambda s=step, q=q, kv=kv: s.attend(q, *kv, window=None) for name, step in steps.items()},  # type: ignore[misc]
-                rounds * 4,
-            )
+            taken = turns(contestants | {"read": read_bandwidth(layers)}, rounds)
+            ours, seen = taken["cpu"] / len(layers), queries * context - queries * (queries - 1) // 2
+            work = 4 * num_seqs * seen * config.num_heads * config.head_dim
             case = f"{num_seqs} × {queries} @ {context}"
             print(
-                f"{case:>42} {1e3 * taken['torch']:9.2f} {1e3 * taken['cpu']:9.2f} {taken['torch'] / taken['cpu']:6.2f}"
+                f"{case:>42} {1e3 * taken['torch'] / len(layers):9.2f} {1e3 * ours:9.2f} "
+                f"{taken['torch'] / taken['cpu']:6.2f} {work / ours / 1e9:8.0f} {layers[0].nbytes / ours / 1e9:6.1f} "
+                f"{taken['cpu'] / taken['read']:14.2f}"
             )
+
+
+def all_layers(step: StepAttention, q: torch.Tensor, layers: torch.Tensor) -> Callable[[], object]:
+    return lambda: [step.attend(q, *layer, window=None) for layer in layers]
 
 
 def main() -> None:

@@ -5,9 +5,9 @@
 | shared | all the same units: every one of them has to be followed to the chain's end |
 | own | each its own: 1,600,000 different units, one holder for each chain |
 
-For each: lookups of a 512-unit chain in the twin and in Redis, by script and by pipelines; memory for each unit of each
-worker. Chains are taken at random and their hashes are new objects, so neither finds them in a cache. Keys lie in a
-cell of their own, which is removed.
+For each: lookups of a 512-unit chain in the twin, whose units came in order or scattered, and in Redis, by script and
+by pipelines; what a change costs in the twin; memory for each unit of each worker. Chains are taken at random and
+their hashes are new objects, so neither finds them in a cache. Keys lie in a cell of their own, which is removed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from wire.redis_client import open_redis
 CELL = "bench-prefix-index"
 FENCE = Fence(1)
 WRITE_UNITS = 2048
+CHANGED_UNITS = 32
+"""That come or go at once in the twin: those of a chunk of 512 tokens."""
 SEED = 7
 
 
@@ -65,11 +67,13 @@ def make_load(case: str, workers: int, units: int, chain_units: int) -> Load:
     return Load(holders, [shared if case == "shared" else some() for _ in holders], chain_units)
 
 
-def fill_twin(load: Load) -> PrefixTwin:
+def fill_twin(load: Load, *, scattered: bool = False) -> PrefixTwin:
+    """scattered: units come in random order, as those do that many sequences decode by turns."""
     twin = PrefixTwin()
     for holder, units in zip(load.holders, load.held, strict=True):
-        for unit in units:
-            twin.add(holder.worker_id, unit, Tier.DEVICE)
+        arriving = random.Random(SEED).sample(units, len(units)) if scattered else units
+        for start in range(0, len(units), CHANGED_UNITS):
+            twin.add(holder.worker_id, arriving[start : start + CHANGED_UNITS], Tier.DEVICE)
     return twin
 
 
@@ -80,8 +84,23 @@ def twin_bytes(load: Load) -> int:
     twin = fill_twin(load)
     used = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    del twin
-    return used
+    return used + twin.table_bytes
+
+
+def measure_changes(load: Load) -> None:
+    """Prints what a unit costs that comes, and one that goes."""
+    began = time.perf_counter()
+    twin = fill_twin(load)
+    filled = time.perf_counter()
+    num_removed = 0
+    for holder, units in zip(load.holders[:2], load.held, strict=False):
+        for start in range(0, len(units), CHANGED_UNITS):
+            twin.remove(holder.worker_id, units[start : start + CHANGED_UNITS], Tier.DEVICE)
+        num_removed += len(units)
+    removed = time.perf_counter()
+    num_held = sum(map(len, load.held))
+    costs = 1e6 * (filled - began) / num_held, 1e6 * (removed - filled) / num_removed
+    print("  twin, changes            {:.2f} µs for a unit that comes, {:.2f} µs for one that goes".format(*costs))
 
 
 def measure_twin(twin: PrefixTwin, chains: Sequence[list[UnitHash]]) -> list[float]:
@@ -125,10 +144,12 @@ async def run_case(case: str, options: argparse.Namespace) -> None:
     print(f"{case}: {options.units} units on each of {options.workers} workers, chains of {options.chain}")
     load = make_load(case, options.workers, options.units, options.chain)
     num_held = options.units * options.workers
-    twin = fill_twin(load)
-    show("twin", measure_twin(twin, load.chains(options.lookups)))
-    del twin
+    for what, scattered in (("twin", False), ("twin, scattered", True)):
+        show(what, measure_twin(fill_twin(load, scattered=scattered), load.chains(options.lookups)))
+    measure_changes(load)
     print(f"  twin                     {twin_bytes(load) / num_held:8.1f} bytes per unit of a worker")
+    if options.twin:
+        return
     async with open_redis(options.redis_url, cell=CELL, command_timeout_s=30.0) as client:
         redis: Any = client
         index = RedisPrefixIndex(redis, CELL, fence=FENCE)
@@ -139,7 +160,10 @@ async def run_case(case: str, options: argparse.Namespace) -> None:
             await index.lookup(chains[0], load.holders)  # loads the script
             show("Redis, by script", await measure_index(index, load, chains, redis.ping))
             piped = RedisPrefixIndex(redis, CELL, scripts=False)
+            exact = RedisPrefixIndex(redis, CELL, exact=True)
             few = chains[: max(1, options.lookups // 4)]
+            await exact.lookup(chains[0], load.holders)
+            show("Redis, by exact script", await measure_index(exact, load, few, redis.ping))
             show("Redis, by pipelines", await measure_index(piped, load, few, redis.ping))
             print(f"  Redis                    {sum(used) / num_held:8.1f} bytes per unit of a worker (MEMORY USAGE)")
         finally:
@@ -157,6 +181,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--units", type=int, default=100_000, help="of each worker")
     parser.add_argument("--chain", type=int, default=512, help="units")
+    parser.add_argument("--twin", action="store_true", help="without Redis")
     parser.add_argument("--lookups", type=int, default=1000)
     options = parser.parse_args()
     if options.chain > options.units:

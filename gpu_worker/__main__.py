@@ -37,7 +37,7 @@ from wire.entries import WorkerEntry
 from wire.errors import MeshError
 from wire.ids import Epoch, WorkerId
 from wire.model_path import cache_root, model_path, served_name
-from wire.plan import Role
+from wire.plan import Role, SharedTier
 from wire.redis_client import open_redis
 from wire.stop_signals import stop_signals
 
@@ -47,7 +47,7 @@ REDIS_TIMEOUT_S = 2.0
 """A heartbeat that takes longer has failed."""
 
 
-def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
+def identify(config: WorkerConfig, bound_port: int, shared_tier: SharedTier | None) -> WorkerIdentity:
     """Who this worker is and where others reach it; a wildcard address is advertised as the host's name."""
     host = socket.gethostname() if config.host in ("", "0.0.0.0", "::") else config.host
     return WorkerIdentity(
@@ -56,6 +56,7 @@ def identify(config: WorkerConfig, bound_port: int) -> WorkerIdentity:
         role=Role(config.role),
         min_prompt_tokens=config.min_prompt_tokens,
         max_prompt_tokens=config.max_prompt_tokens,
+        shared_tier=shared_tier,
     )
 
 
@@ -127,7 +128,6 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
             serve_health(config.health_host, config.health_port, ready=lambda: not_ready, registry=metrics.registry)
         )
         server, port = bind_server(config.host, config.port)
-        identity = identify(config, port)
         redis = await stack.enter_async_context(connect_redis(config.cell))
         runner = await asyncio.to_thread(load_model, config)
         signals = stop_signals()  # not before: a signal while the model loads just ends the process
@@ -138,6 +138,7 @@ async def run_worker(config: WorkerConfig, tracer: Tracer) -> None:
         tiers = stack.enter_context(
             open_tiers(config.tiers, config.cell, runner.kv, namespace=units, metrics=metrics.tiers)
         )
+        identity = identify(config, port, None if tiers is None else tiers.shared)
         only = (GRPC,) if config.kv_transport == GRPC else TRANSPORTS
         plane = stack.enter_context(
             open_plane(runner.kv, worker_id=identity.worker_id, namespace=units, tiers=tiers, only=only)

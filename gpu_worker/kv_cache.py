@@ -11,7 +11,7 @@ import torch
 from gpu_worker.kv_format import KVFormat
 from gpu_worker.model_config import DecoderConfig
 from gpu_worker.transfer.device_pages import DevicePages
-from gpu_worker.transfer.host_pages import HostPages
+from gpu_worker.transfer.host_pages import CopyRuns, HostPages
 from gpu_worker.transfer.port import KvFormat, KvPages
 from gpu_worker.transfer.shared_pool import SharedPool
 from wire.errors import ConfigInvalid
@@ -78,11 +78,11 @@ class KVLayout:
 class KVCache:
     """K and V, each [num_layers, num_pages, page_size, num_kv_heads, row_size]. `transfers`: the same, by unit."""
 
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
-        """Raises ConfigInvalid when the device has no such memory."""
+    def __init__(self, layout: KVLayout, device: torch.device, *, copy_runs: CopyRuns | None = None) -> None:
+        """copy_runs: copies for transfers, on a CPU. Raises ConfigInvalid when the device has no such memory."""
         self.layout = layout
         try:
-            self.keys, self.values, self.transfers = _zeros(layout, device)
+            self.keys, self.values, self.transfers = _zeros(layout, device, copy_runs)
         except (OSError, RuntimeError) as error:
             raise ConfigInvalid(
                 f"PHASEMESH_KV_MEMORY_MB or PHASEMESH_KV_PAGES: no {layout.total_bytes / 2**30:.1f} GiB on {device}",
@@ -109,7 +109,9 @@ class KVCache:
                 tensor[:, copy.target_page, : copy.num_slots] = tensor[:, copy.source_page, : copy.num_slots]
 
 
-def _zeros(layout: KVLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, KvPages]:
+def _zeros(
+    layout: KVLayout, device: torch.device, copy_runs: CopyRuns | None
+) -> tuple[torch.Tensor, torch.Tensor, KvPages]:
     """K, V, and both for transfers. Zeros, not garbage: attention multiplies masked slots by 0, and 0 * NaN is NaN."""
     if device.type != "cpu":
         keys, values = (torch.zeros(layout.shape, dtype=layout.dtype, device=device) for _ in range(2))
@@ -121,4 +123,4 @@ def _zeros(layout: KVLayout, device: torch.device) -> tuple[torch.Tensor, torch.
         )
         for offset in (pool.layout.keys, pool.layout.values)
     )
-    return keys, values, HostPages(layout.transfer_format, layout.page_size, pool)
+    return keys, values, HostPages(layout.transfer_format, layout.page_size, pool, copy_runs=copy_runs)

@@ -83,7 +83,8 @@ def load_runner(
         return open_cuda_runner(
             card, config, model, attention, layout, torch_device, graphs=cuda_graphs, threads=threads
         )
-    return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device), threads=threads)
+    kv_cache = KVCache(layout, torch_device, copy_runs=None if kernels is None else kernels.copy_runs)
+    return TorchModelRunner(card, config, model, attention, kv_cache, threads=threads)
 
 
 def _model_card(config: DecoderConfig, name: str, revision: str, max_model_len: int, kv_format: KVFormat) -> ModelCard:

@@ -25,12 +25,9 @@ class MemoryPrefixIndex:
         was_known = self._twin.count(name) > 0
         if anew:
             self._twin.drop_worker(name)
-        for unit_hash, tiers in units.items():
-            for tier in Tier:
-                if tier in tiers:
-                    self._twin.add(name, unit_hash, tier)
-                else:
-                    self._twin.remove(name, unit_hash, tier)
+        for tier in Tier:
+            self._twin.add(name, [unit_hash for unit_hash, tiers in units.items() if tier in tiers], tier)
+            self._twin.remove(name, [unit_hash for unit_hash, tiers in units.items() if tier not in tiers], tier)
         return was_known
 
     async def drop(self, holder: Holder) -> None:

@@ -30,9 +30,9 @@ GROWTH: Final = 4
 MAX_STRETCH: Final = 1024
 """Units asked for at a time: 16, 64, 256, then 1024. Lua takes fewer than 8000 arguments."""
 EXACT_UNITS: Final = 512
-"""Units of all workers together that a script reads one by one. A prefix that goes on is then followed by the last
-unit of each BLOCK_UNITS: a missing one between two that are there is overlooked. KV is evicted from a chain's end, so
-that is rare, and a pull that meets it ends there."""
+"""Units of all workers together that a script reads one by one, unless it is to be exact. A prefix that goes on is then
+followed by the last unit of each BLOCK_UNITS: a missing one between two that are there is overlooked. KV is evicted
+from a chain's end, so that is rare, and a pull that meets it ends there."""
 BLOCK_UNITS: Final = 16
 MAX_CHAIN: Final = 8192
 """Units of a chain that are looked up, 131,072 tokens: it bounds how long the script holds up the server."""
@@ -46,12 +46,14 @@ _LEVELS: Final = {
 }
 """Value of a unit → 1: counts for the device's prefix and all others, 2: for the host's and any, 3: for any."""
 
+
 # KEYS a hash for each worker; ARGV the chain. Returns for each its prefixes: device, host, any tier.
 #   unit by unit, until EXACT_UNITS were read for all workers together; then
 #   | 1 … 16 | 17 … 32 | …    by each block's last unit, and unit by unit only in blocks where that one is missing
 # Mostly a whole stretch lies on the device, and then concat says so without a look at each unit. It fails where one
 # is missing.
-_LOOKUP: Final = f"""
+def _lookup_script(exact_units: str) -> str:
+    return f"""
 local levels = {{{", ".join(f"{value.decode()}={level}" for value, level in _LEVELS.items())}}}
 local prefixes = {{}}
 local num_read = 0
@@ -82,7 +84,7 @@ for k = 1, #KEYS do
   local first, size = 1, {FIRST_STRETCH}
   while level < 3 and first <= #ARGV do
     local last_of_blocks = {{}}
-    if num_read >= {EXACT_UNITS} then
+    if num_read >= {exact_units} then
       for last = first + {BLOCK_UNITS - 1}, math.min(first + size - 1, #ARGV), {BLOCK_UNITS} do
         last_of_blocks[#last_of_blocks + 1] = ARGV[last]
       end
@@ -108,18 +110,26 @@ for k = 1, #KEYS do
 end
 return prefixes
 """
-_LOOKUP_SHA: Final = hashlib.sha1(_LOOKUP.encode()).hexdigest()
+
+
+_LOOKUP: Final = _lookup_script(str(EXACT_UNITS))
+_EXACT_LOOKUP: Final = _lookup_script("math.huge")
 
 
 class RedisPrefixIndex:
     """A PrefixIndex. `redis` may be of any kind that wire.redis_client opens; all keys are on the cell's slot."""
 
-    def __init__(self, redis: Redis, cell: str, *, fence: Fence | None = None, scripts: bool = True) -> None:
-        """fence: of the lease under which it writes; without one it only reads. scripts: False never sends one."""
+    def __init__(
+        self, redis: Redis, cell: str, *, fence: Fence | None = None, scripts: bool = True, exact: bool = False
+    ) -> None:
+        """fence: of the lease under which it writes; without one it only reads. scripts: False never sends one.
+        exact: read every unit, as is done without scripts anyway; else see EXACT_UNITS."""
         self._redis = redis
         self._cell = cell
         self._fence = fence
         self._scripts = scripts
+        self._lookup = _EXACT_LOOKUP if exact else _LOOKUP
+        self._lookup_sha = hashlib.sha1(self._lookup.encode()).hexdigest()
 
     async def lookup(self, chain: Sequence[UnitHash], holders: Sequence[Holder]) -> dict[Holder, TierPrefix]:
         """One round trip, or where scripts are off, one for each stretch; MAX_CHAIN units at most are looked up."""
@@ -137,9 +147,9 @@ class RedisPrefixIndex:
         redis: Any = self._redis
         try:
             try:
-                flat = await redis.evalsha(_LOOKUP_SHA, *args)
+                flat = await redis.evalsha(self._lookup_sha, *args)
             except NoScriptError:
-                flat = await redis.eval(_LOOKUP, *args)
+                flat = await redis.eval(self._lookup, *args)
         except ResponseError as error:
             if not _refuses_scripts(error):
                 raise

@@ -16,6 +16,7 @@ from itertools import count
 from typing import assert_never
 
 from kvstore.prefix_twin import PrefixTwin
+from scheduler.blame import Blame
 from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishReply
 from scheduler.events import (
     CancelRequested,
@@ -39,13 +40,13 @@ from scheduler.policy.fair_queue import OUTPUT_WEIGHT, charge
 from scheduler.policy.placement import too_large
 from scheduler.policy.routing import decoders
 from scheduler.request_book import RequestBook
-from scheduler.sequence import MAX_FAULTS, LiveRequest, SeqState, Sequence
+from scheduler.sequence import LiveRequest, SeqState, Sequence
 from scheduler.stats import EngineStats, PrefillRate, WorkerStats
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TokensReply
 from wire.errors import MeshError, StepFailed, WorkerLost
-from wire.ids import UNIT_TOKENS, Epoch, Fence, SeqId, WorkerId
+from wire.ids import UNIT_TOKENS, Fence, SeqId
 from wire.plan import ModelCard, Progress, StepReport
 from wire.sampling import FinishReason
 
@@ -56,20 +57,18 @@ class Engine:
     def __init__(self, config: BatchingConfig, *, no_worker_grace_s: float, routing_seed: int, fence: Fence) -> None:
         self._config = config
         self._no_worker_grace_s = no_worker_grace_s
-        self._builder = PlanBuilder(config, fence, self._preempt)
         self._book = RequestBook()
         self._seq_ids = count(1)
         self._model: ModelCard | None = None
         self._rate = PrefillRate()
         self._placing = Placing(config, self._rate, routing_seed=routing_seed)
+        self._builder = PlanBuilder(config, fence, self._preempt, self._placing.give_way)
         self._workers = self._placing.workers
         self._queue = self._placing.queue
         self._num_preemptions = 0
         self._num_displaced = 0
         self._no_worker_since_s: float | None = None
-        self._has_faults = False  # some request may have some
-        self._blamed: dict[WorkerId, tuple[Epoch, list[LiveRequest]]] = {}
-        """By worker: in which epoch it was lost last, and who was blamed for it."""
+        self._blame = Blame(self._book.live)
         self._fence_lost = False
         self._now = 0.0
         self._commands: list[Command] = []
@@ -104,18 +103,19 @@ class Engine:
                 worker = self._workers.get(worker_id)
                 if worker is not None and worker.epoch == epoch:
                     worker.has_lower_tiers = True
-                    self._commands.append(self._placing.prefixes.tier_changed(worker, units))
+                    self._commands.append(self._placing.prefixes.tier_changed(worker, units, now))
             case RoleChanged(worker_id, role):
                 worker = self._workers.get(worker_id)
                 if worker is not None:
                     worker.role = role
             case Tick():
                 self._give_up_without_workers()
-                self._placing.expire_pulls(now)
+                self._blame.forget_ended()
+                self._placing.expire(now)
             case ResidencyAudited(worker_id, epoch):
                 worker = self._workers.get(worker_id)
                 if worker is not None and worker.epoch == epoch:
-                    self._commands += self._placing.audited(worker, event)
+                    self._commands += self._placing.audited(worker, event, now)
             case FenceLost():
                 self._fence_lost = True
                 return []
@@ -245,8 +245,8 @@ class Engine:
             self._lose_worker(known, WorkerLost(f"worker {known.worker_id} started again"))
         self._model = event.info.model
         worker = WorkerView(event.info, event.residents, self._config)
-        self._commands += self._placing.worker_up(worker, event.tiers)
-        self._absolve(worker)
+        self._commands += self._placing.worker_up(worker, event.tiers, self._now)
+        self._blame.worker_back(worker)
         self._no_worker_since_s = None
 
     def _lose_worker(self, worker: WorkerView, error: MeshError) -> None:
@@ -259,29 +259,8 @@ class Engine:
             seq.request.timeline.worker_lost_s.append(self._now)
             self._placing.requeue(seq, self._now)
         present = list({id(seq.request): seq.request for seq in worker.running.values()}.values())
-        blamed = self._blame(present, error)
-        self._blamed = {name: (epoch, live) for name, (epoch, of) in self._blamed.items() if (live := self._live(of))}
-        self._blamed[worker.worker_id] = worker.epoch, blamed
-
-    def _blame(self, present: list[LiveRequest], error: MeshError) -> list[LiveRequest]:
-        """Somebody present may be the cause: a suspect if there was one, else anybody. Returns who was blamed."""
-        blamed = [request for request in present if request.is_suspect] or present
-        for request in blamed:
-            request.faults += 1
-            self._has_faults = True
-            if request.faults >= MAX_FAULTS:
-                self._end_request(request, FinishReason.ERROR, error)
-        return blamed
-
-    def _live(self, requests: list[LiveRequest]) -> list[LiveRequest]:
-        return [request for request in requests if request.spec.request_id in self._book.live]
-
-    def _absolve(self, worker: WorkerView) -> None:
-        """A worker is back in the same epoch: it had not died, only its link had, and that is nobody's fault."""
-        epoch, blamed = self._blamed.pop(worker.worker_id, (None, []))
-        if epoch == worker.epoch:
-            for request in blamed:
-                request.faults = max(0, request.faults - 1)
+        for request in self._blame.worker_lost(worker, present):
+            self._end_request(request, FinishReason.ERROR, error)
 
     def _give_up_without_workers(self) -> None:
         since = self._no_worker_since_s
@@ -305,6 +284,7 @@ class Engine:
 
     def _take_report(self, worker: WorkerView, report: StepReport) -> None:
         if report.failure is not None:
+            self._placing.prefixes.worker_failed(worker)
             self._lose_worker(worker, StepFailed(f"a step failed on {worker.worker_id}: {report.failure}"))
             return
         flight = worker.accept_report(report)
@@ -356,7 +336,7 @@ class Engine:
             return True
         seq.tokens += tokens
         charge(seq, OUTPUT_WEIGHT * len(tokens))
-        if self._has_faults:
+        if self._blame.has_faults:
             seq.request.faults = 0
         if not seq.has_streamed:
             seq.has_streamed = True

@@ -36,16 +36,19 @@ class Placing:
         self.queue = PoolQueues()
         self.to_plan: dict[WorkerId, None] = {}
         self.prefixes = PrefixChanges()
-        self._transfers = Transfers(config.pull_lease_ms * 1e-3, self.to_plan)
-        self._router = Router(config, self.prefixes.twin, self._transfers, rate, routing_seed=routing_seed)
+        self._transfers = Transfers(config.pull_lease_ms * 1e-3, self.prefixes.shared, self.to_plan)
+        self._router = Router(
+            config, self.prefixes.twin, self.prefixes.shared, self._transfers, rate, routing_seed=routing_seed
+        )
         self._handoffs = Handoffs(self._router, self._transfers, self.take_off, self.to_plan)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    def worker_up(self, worker: WorkerView, tiers: list[TierUnits]) -> list[UpdateIndex]:
+    def worker_up(self, worker: WorkerView, tiers: list[TierUnits], now: float) -> list[UpdateIndex]:
         self.workers[worker.worker_id] = worker
         worker.has_lower_tiers = bool(tiers)
-        return self.prefixes.worker_up(worker, tiers)
+        self.queue.sort_in(self.workers.values())
+        return self.prefixes.worker_up(worker, tiers, now)
 
     def worker_down(self, worker: WorkerView) -> None:
         """It and its KV are gone; what ran on it is the caller's to requeue."""
@@ -58,10 +61,10 @@ class Placing:
         for seq in worker.running.values():
             self._handoffs.abandon(seq)
 
-    def audited(self, worker: WorkerView, audit: ResidencyAudited) -> list[UpdateIndex]:
+    def audited(self, worker: WorkerView, audit: ResidencyAudited, now: float) -> list[UpdateIndex]:
         """What the worker holds was held against the twin."""
         self.to_plan[worker.worker_id] = None
-        return self.prefixes.audited(worker, audit)
+        return self.prefixes.audited(worker, audit, now)
 
     def index_changes(self) -> Iterable[UpdateIndex]:
         """What came into the workers' pages, and what went, since the last call."""
@@ -112,6 +115,10 @@ class Placing:
             seq.request.note_admission(_handover(seq, seq.worker.worker_id, now))
         return stayed
 
+    def give_way(self, seq: Sequence) -> None:
+        """The pages held for a sequence that runs elsewhere are taken back; it gets others later."""
+        self._handoffs.abandon(seq)
+
     # -- and back --------------------------------------------------------------------------------------------------
 
     def take_off(self, seq: Sequence, *, worker_knows: bool = False) -> None:
@@ -138,6 +145,8 @@ class Placing:
         seq.request.note_stall(now)
         self.enqueue(seq)
         self.queue.leave(seq)
+        if not seq.pools:
+            self.queue.sort_in(self.workers.values())
 
     # -- KV on its way ---------------------------------------------------------------------------------------------
 
@@ -163,8 +172,9 @@ class Placing:
         for page, unit_hash in publish_units(worker, seq, seq.num_cached):
             worker.pool.mark_computed(page, unit_hash)
 
-    def expire_pulls(self, now: float) -> None:
-        """Give up on transfers that were silent for longer than their lease."""
+    def expire(self, now: float) -> None:
+        """Give up on transfers that were silent for longer than their lease, and forget what is too old to count."""
+        self.prefixes.shared.expire(now)
         for pull in self._transfers.expire(now):
             if pull.seq is not None:
                 failure = f"silent for longer than its lease of {1000 * self._transfers.lease_s:.0f} ms"

@@ -87,7 +87,7 @@ class Sequence:
     parked_s: float | None = None
     """Since when nothing of it runs: it is prefilled, and another worker has not got all of it yet."""
     pools: Pools = ()
-    """Whose queue it waits in; empty until it waited."""
+    """Whose queue it waits in; empty: it did not wait yet, or no pool was for its prompt."""
     local_only: bool = False
     """A transfer of its KV failed: it is computed where it decodes."""
 

@@ -80,7 +80,7 @@ class WorkerView:
         self.num_pulls = 0
         """Under way into this worker, whether somebody waits for them or not."""
         self.admission_barrier: PlanId | None = None
-        """Plan that preempted: nothing is admitted until it is reported."""
+        """Plan that took pages back: nothing is admitted until it is reported."""
         self.slots_ahead = config.max_lease_steps + config.max_queued_plans
         """Steps a decode may take before a plan sent now is looked at again: a lease and the plans in flight before."""
         self.half_lease = config.max_lease_steps // 2
@@ -97,10 +97,15 @@ class WorkerView:
     def takes_decodes(self) -> bool:
         return self.role is not Role.PREFILL
 
+    @property
+    def pool_range(self) -> tuple[int, int]:
+        """Shortest and longest prompt of its pool; 0: no bound."""
+        return self.info.min_prompt_tokens, self.info.max_prompt_tokens
+
     def suits(self, num_prompt: int) -> bool:
         """It belongs to the pool for prompts of this length."""
-        longest = self.info.max_prompt_tokens
-        return self.info.min_prompt_tokens <= num_prompt and (not longest or num_prompt <= longest)
+        shortest, longest = self.pool_range
+        return shortest <= num_prompt and (not longest or num_prompt <= longest)
 
     @property
     def num_held(self) -> int:
@@ -209,6 +214,10 @@ class WorkerView:
         seq.pages += fresh
         seq.granted_slots = len(seq.pages) * self.page_size
         return PageGrant(first, fresh, seq.granted_slots)
+
+    def idle_incoming(self) -> list[Sequence]:
+        """Sequences that hold pages here while none of their KV is under way: nothing is computed yet, or no more."""
+        return [seq for seq in self.incoming.values() if seq.handoff is not None and seq.handoff.pull is None]
 
     def num_stalled(self) -> int:
         """Decodes that stand at their last granted slot and need one more page to go on."""

@@ -46,6 +46,18 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedTier:
+    """The Redis tier, as one worker uses it: what any worker stored there, each with the same layout can read."""
+
+    layout: str
+    """Names what a unit's bytes mean; never empty."""
+    max_units: int
+    """What the cell's budget holds."""
+    ttl_ms: int
+    """From when a unit is stored until it is gone, at the latest."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """A worker's Hello."""
 
@@ -64,6 +76,8 @@ class WorkerInfo:
     min_prompt_tokens: int = 0
     max_prompt_tokens: int = 0
     """The pool it belongs to, by prompt length; 0 and 0: any."""
+    shared_tier: SharedTier | None = None
+    """None: it has no Redis tier."""
 
 
 @dataclass(slots=True)

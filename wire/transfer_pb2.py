@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13wire/transfer.proto\x12\x15phasemesh.transfer.v1\"\x81\x01\n\x08KvFormat\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08row_size\x18\x04 \x01(\r\x12\x15\n\relement_bytes\x18\x05 \x01(\r\x12\x13\n\x0bunit_tokens\x18\x06 \x01(\r\"\xb3\x01\n\x0bPullRequest\x12\x14\n\x0csource_epoch\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12/\n\x06\x66ormat\x18\x03 \x01(\x0b\x32\x1f.phasemesh.transfer.v1.KvFormat\x12\x13\n\x0bunit_hashes\x18\x04 \x03(\x0c\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x12\n\ntransports\x18\x06 \x03(\t\x12\x10\n\x08lease_ms\x18\x07 \x01(\r\"p\n\x08PullPart\x12-\n\x05offer\x18\x01 \x01(\x0b\x32\x1c.phasemesh.transfer.v1.OfferH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.phasemesh.transfer.v1.ChunkH\x00\x42\x06\n\x04\x62ody\"\xcf\x01\n\x05Offer\x12\x11\n\tnum_units\x18\x01 \x01(\r\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x38\n\x08in_pages\x18\x03 \x01(\x0b\x32&.phasemesh.transfer.v1.PageUnitColumns\x12\x36\n\x0bshared_pool\x18\x04 \x01(\x0b\x32!.phasemesh.transfer.v1.SharedPool\x12.\n\x04nixl\x18\x05 \x01(\x0b\x32 .phasemesh.transfer.v1.NixlAgent\"a\n\x0fPageUnitColumns\x12\x11\n\tpositions\x18\x01 \x03(\r\x12\x14\n\x0cunit_indices\x18\x02 \x03(\x04\x12\x10\n\x08page_ids\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\"c\n\nSharedPool\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x11\n\tnum_pages\x18\x04 \x01(\x04\x12\x12\n\nhalf_bytes\x18\x05 \x01(\x04\"\x87\x01\n\tNixlAgent\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x13\n\x0bmemory_kind\x18\x02 \x01(\t\x12\x11\n\tdevice_id\x18\x03 \x01(\r\x12\x14\n\x0ckeys_address\x18\x04 \x01(\x04\x12\x16\n\x0evalues_address\x18\x05 \x01(\x04\x12\x12\n\nhalf_bytes\x18\x06 \x01(\x04\"t\n\x05\x43hunk\x12\x12\n\nfirst_unit\x18\x01 \x01(\r\x12\x11\n\tnum_units\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x06 \x01(\x07\"M\n\x0e\x43onfirmRequest\x12\x14\n\x0csource_epoch\x18\x01 \x01(\x04\x12\x10\n\x08page_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"!\n\x0c\x43onfirmReply\x12\x11\n\tunchanged\x18\x01 \x01(\x08\x32\xb2\x01\n\nKvTransfer\x12M\n\x04Pull\x12\".phasemesh.transfer.v1.PullRequest\x1a\x1f.phasemesh.transfer.v1.PullPart0\x01\x12U\n\x07\x43onfirm\x12%.phasemesh.transfer.v1.ConfirmRequest\x1a#.phasemesh.transfer.v1.ConfirmReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13wire/transfer.proto\x12\x15phasemesh.transfer.v1\"\x81\x01\n\x08KvFormat\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08row_size\x18\x04 \x01(\r\x12\x15\n\relement_bytes\x18\x05 \x01(\r\x12\x13\n\x0bunit_tokens\x18\x06 \x01(\r\"\xb3\x01\n\x0bPullRequest\x12\x14\n\x0csource_epoch\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12/\n\x06\x66ormat\x18\x03 \x01(\x0b\x32\x1f.phasemesh.transfer.v1.KvFormat\x12\x13\n\x0bunit_hashes\x18\x04 \x03(\x0c\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\x12\n\ntransports\x18\x06 \x03(\t\x12\x10\n\x08lease_ms\x18\x07 \x01(\r\"p\n\x08PullPart\x12-\n\x05offer\x18\x01 \x01(\x0b\x32\x1c.phasemesh.transfer.v1.OfferH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.phasemesh.transfer.v1.ChunkH\x00\x42\x06\n\x04\x62ody\"\xcf\x01\n\x05Offer\x12\x11\n\tnum_units\x18\x01 \x01(\r\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x38\n\x08in_pages\x18\x03 \x01(\x0b\x32&.phasemesh.transfer.v1.PageUnitColumns\x12\x36\n\x0bshared_pool\x18\x04 \x01(\x0b\x32!.phasemesh.transfer.v1.SharedPool\x12.\n\x04nixl\x18\x05 \x01(\x0b\x32 .phasemesh.transfer.v1.NixlAgent\"a\n\x0fPageUnitColumns\x12\x11\n\tpositions\x18\x01 \x03(\r\x12\x14\n\x0cunit_indices\x18\x02 \x03(\x04\x12\x10\n\x08page_ids\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\"w\n\nSharedPool\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x11\n\tnum_pages\x18\x04 \x01(\x04\x12\x12\n\nhalf_bytes\x18\x05 \x01(\x04\x12\x12\n\nask_socket\x18\x06 \x01(\t\"\x87\x01\n\tNixlAgent\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x13\n\x0bmemory_kind\x18\x02 \x01(\t\x12\x11\n\tdevice_id\x18\x03 \x01(\r\x12\x14\n\x0ckeys_address\x18\x04 \x01(\x04\x12\x16\n\x0evalues_address\x18\x05 \x01(\x04\x12\x12\n\nhalf_bytes\x18\x06 \x01(\x04\"t\n\x05\x43hunk\x12\x12\n\nfirst_unit\x18\x01 \x01(\r\x12\x11\n\tnum_units\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\r\n\x05\x63rc32\x18\x05 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"M\n\x0e\x43onfirmRequest\x12\x14\n\x0csource_epoch\x18\x01 \x01(\x04\x12\x10\n\x08page_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"!\n\x0c\x43onfirmReply\x12\x11\n\tunchanged\x18\x01 \x01(\x08\x32\xb2\x01\n\nKvTransfer\x12M\n\x04Pull\x12\".phasemesh.transfer.v1.PullRequest\x1a\x1f.phasemesh.transfer.v1.PullPart0\x01\x12U\n\x07\x43onfirm\x12%.phasemesh.transfer.v1.ConfirmRequest\x1a#.phasemesh.transfer.v1.ConfirmReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,15 +42,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PAGEUNITCOLUMNS']._serialized_start=684
   _globals['_PAGEUNITCOLUMNS']._serialized_end=781
   _globals['_SHAREDPOOL']._serialized_start=783
-  _globals['_SHAREDPOOL']._serialized_end=882
-  _globals['_NIXLAGENT']._serialized_start=885
-  _globals['_NIXLAGENT']._serialized_end=1020
-  _globals['_CHUNK']._serialized_start=1022
-  _globals['_CHUNK']._serialized_end=1138
-  _globals['_CONFIRMREQUEST']._serialized_start=1140
-  _globals['_CONFIRMREQUEST']._serialized_end=1217
-  _globals['_CONFIRMREPLY']._serialized_start=1219
-  _globals['_CONFIRMREPLY']._serialized_end=1252
-  _globals['_KVTRANSFER']._serialized_start=1255
-  _globals['_KVTRANSFER']._serialized_end=1433
+  _globals['_SHAREDPOOL']._serialized_end=902
+  _globals['_NIXLAGENT']._serialized_start=905
+  _globals['_NIXLAGENT']._serialized_end=1040
+  _globals['_CHUNK']._serialized_start=1042
+  _globals['_CHUNK']._serialized_end=1158
+  _globals['_CONFIRMREQUEST']._serialized_start=1160
+  _globals['_CONFIRMREQUEST']._serialized_end=1237
+  _globals['_CONFIRMREPLY']._serialized_start=1239
+  _globals['_CONFIRMREPLY']._serialized_end=1272
+  _globals['_KVTRANSFER']._serialized_start=1275
+  _globals['_KVTRANSFER']._serialized_end=1453
 # @@protoc_insertion_point(module_scope)

@@ -233,12 +233,15 @@ class SharedPool(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     HALF_BYTES_FIELD_NUMBER: _builtins.int
+    ASK_SOCKET_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     descriptor: _builtins.int
     token: _builtins.bytes
     num_pages: _builtins.int
     half_bytes: _builtins.int
     """of K, and of V"""
+    ask_socket: _builtins.str
+    """abstract Unix socket for later requests: PullRequest there, 1 and an Offer, or 0, back"""
     def __init__(
         self,
         *,
@@ -247,10 +250,11 @@ class SharedPool(_message.Message):
         token: _builtins.bytes = ...,
         num_pages: _builtins.int = ...,
         half_bytes: _builtins.int = ...,
+        ask_socket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "half_bytes", b"half_bytes", "num_pages", b"num_pages", "pid", b"pid", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask_socket", b"ask_socket", "descriptor", b"descriptor", "half_bytes", b"half_bytes", "num_pages", b"num_pages", "pid", b"pid", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,16 +306,16 @@ class Chunk(_message.Message):
     NUM_UNITS_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     first_unit: _builtins.int
     num_units: _builtins.int
     first_layer: _builtins.int
     num_layers: _builtins.int
-    data: _builtins.bytes
-    """[num_layers, num_units, 2 (K, V), bytes of a unit's layer]"""
     crc32: _builtins.int
     """of data"""
+    data: _builtins.bytes
+    """[num_layers, 2 (K, V), num_units, bytes of a unit's layer]; last on the wire too"""
     def __init__(
         self,
         *,
@@ -319,8 +323,8 @@ class Chunk(_message.Message):
         num_units: _builtins.int = ...,
         first_layer: _builtins.int = ...,
         num_layers: _builtins.int = ...,
-        data: _builtins.bytes = ...,
         crc32: _builtins.int = ...,
+        data: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -24,6 +24,7 @@ from wire.plan import (
     Residents,
     Role,
     SequenceStart,
+    SharedTier,
     StepPlan,
     StepReport,
     StepTiming,
@@ -296,7 +297,12 @@ def encode_hello(w: WorkerInfo) -> pb.Hello:
         host_id=w.host_id,
         min_prompt_tokens=w.min_prompt_tokens,
         max_prompt_tokens=w.max_prompt_tokens,
+        shared_tier=None if w.shared_tier is None else _encode_shared_tier(w.shared_tier),
     )
+
+
+def _encode_shared_tier(t: SharedTier) -> pb.SharedTier:
+    return pb.SharedTier(layout=t.layout, max_units=t.max_units, ttl_ms=t.ttl_ms)
 
 
 def decode_hello(m: pb.Hello) -> WorkerInfo:
@@ -322,7 +328,14 @@ def decode_hello(m: pb.Hello) -> WorkerInfo:
         host_id=m.host_id,
         min_prompt_tokens=m.min_prompt_tokens,
         max_prompt_tokens=m.max_prompt_tokens,
+        shared_tier=_decode_shared_tier(m.shared_tier) if m.HasField("shared_tier") else None,
     )
+
+
+def _decode_shared_tier(m: pb.SharedTier) -> SharedTier:
+    if not m.layout:
+        raise EntryMalformed("hello: shared_tier.layout is empty")
+    return SharedTier(m.layout, m.max_units, m.ttl_ms)
 
 
 def _decode_role(text: str) -> Role:

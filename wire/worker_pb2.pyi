@@ -191,6 +191,7 @@ class Hello(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     MIN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SHARED_TIER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: _builtins.str
@@ -211,6 +212,10 @@ class Hello(_message.Message):
     max_prompt_tokens: _builtins.int
     @_builtins.property
     def model(self) -> Global___ModelCard: ...
+    @_builtins.property
+    def shared_tier(self) -> Global___SharedTier:
+        """absent: no Redis tier"""
+
     def __init__(
         self,
         *,
@@ -226,14 +231,45 @@ class Hello(_message.Message):
         host_id: _builtins.str = ...,
         min_prompt_tokens: _builtins.int = ...,
         max_prompt_tokens: _builtins.int = ...,
+        shared_tier: Global___SharedTier | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "shared_tier", b"shared_tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "epoch", b"epoch", "host_id", b"host_id", "max_prompt_tokens", b"max_prompt_tokens", "min_prompt_tokens", b"min_prompt_tokens", "model", b"model", "num_pages", b"num_pages", "page_size", b"page_size", "role", b"role", "unit_bytes", b"unit_bytes", "unit_tokens", b"unit_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertise_address", b"advertise_address", "epoch", b"epoch", "host_id", b"host_id", "max_prompt_tokens", b"max_prompt_tokens", "min_prompt_tokens", b"min_prompt_tokens", "model", b"model", "num_pages", b"num_pages", "page_size", b"page_size", "role", b"role", "shared_tier", b"shared_tier", "unit_bytes", b"unit_bytes", "unit_tokens", b"unit_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class SharedTier(_message.Message):
+    """The Redis tier: what any worker stored there, each with the same layout can read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    MAX_UNITS_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    layout: _builtins.str
+    """what a unit's bytes mean"""
+    max_units: _builtins.int
+    """what the cell's budget holds"""
+    ttl_ms: _builtins.int
+    """from when a unit is stored until it is gone, at the latest"""
+    def __init__(
+        self,
+        *,
+        layout: _builtins.str = ...,
+        max_units: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "max_units", b"max_units", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedTier: _TypeAlias = SharedTier  # noqa: Y015
 
 @_typing.final
 class Residents(_message.Message):

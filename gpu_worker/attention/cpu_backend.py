@@ -10,8 +10,9 @@ import torch
 from gpu_worker.kernels.library import COLUMNS, MAX_HEAD_DIM, SPLIT_TOKENS, AttentionPlan, Kernels
 from gpu_worker.step_batch import StepBatch
 
-TILE_QUERIES = 16
-"""Queries of one sequence that go through its K and V together."""
+TILE_QUERIES = 64
+"""Queries of one sequence that go through its K and V together. The more, the less often keys are transposed; the
+fewer, the better the threads' work is balanced."""
 
 
 def obstacle(kernels: Kernels | None, dtype: torch.dtype, head_dim: int) -> str | None:

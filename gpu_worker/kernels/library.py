@@ -1,6 +1,7 @@
-"""The compiled kernels as functions over float32 CPU tensors.
+"""The compiled kernels as functions over float32 CPU tensors, and one that copies KV.
 
-Arguments are what the one caller makes; shapes are asserted, not refused. All run on the caller's torch threads.
+Arguments are what the one caller makes; shapes are asserted, not refused. Those over tensors run on the caller's torch
+threads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpu_worker.kernels import structs
 from gpu_worker.kernels.build import KernelsUnavailable, instruction_sets, library_path
@@ -29,8 +32,8 @@ PANEL_DTYPES = tuple(structs.STORED)
 SPLIT_TOKENS = 512
 """Positions of one work item of attention: SPLIT in src/attention.h."""
 MAX_HEAD_DIM = 256
-_PARTIAL_PADDING = 16
-"""COLUMNS of partial_size in src/attention.h."""
+_PARTIAL_PADDING = 32
+"""Of partial_size in src/attention.h."""
 _BLOCK_DEPTH = 256
 """BLOCK_DEPTH in src/linear.h."""
 
@@ -42,6 +45,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_P, _P, _P, _I, _I, _F, _I],
     "rope_and_write": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
     "attend": [_P, _I, _P, _P, _P, ctypes.POINTER(structs.AttentionPlan), _I, _I, _I, _I, _I, _I],
+    "copy_runs": [_P, _P, _P, _I],
 }
 
 
@@ -230,6 +234,11 @@ class Kernels:
             plan.struct(heads, head_dim), page_size, heads, kv_heads, head_dim, window or 0, torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def copy_runs(self, to: int, source: int, runs: NDArray[np.int64]) -> None:
+        """Implements gpu_worker.transfer.host_pages.CopyRuns, in the calling thread."""
+        assert runs.ndim == 2 and runs.shape[1] == 3 and runs.flags.c_contiguous
+        self._functions["copy_runs"](to, source, runs.ctypes.data, len(runs))
 
 
 @lru_cache(maxsize=8)

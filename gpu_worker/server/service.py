@@ -12,6 +12,7 @@ import grpc
 from gpu_worker.executor import Executor
 from gpu_worker.grpc_status import status_of
 from gpu_worker.server.session import SchedulerSession, ServerContext, WorkerIdentity, residents_messages
+from gpu_worker.transfer.rpc import add_source
 from gpu_worker.transfer.source import TransferSource
 from observability import names
 from observability.tracing import Span, Tracer
@@ -19,7 +20,6 @@ from wire import worker_pb2 as pb
 from wire import worker_pb2_grpc as pb_grpc
 from wire.errors import ConfigInvalid, EntryMalformed, FenceLost, MeshError, Unavailable
 from wire.ids import Fence
-from wire.transfer_pb2_grpc import add_KvTransferServicer_to_server
 
 log = logging.getLogger("gpu_worker.server")
 
@@ -155,7 +155,7 @@ async def serving(
     """Serve until the block ends; then end the live session with UNAVAILABLE. source: gives KV to other workers."""
     pb_grpc.add_WorkerServicer_to_server(service, server)
     if source is not None:
-        add_KvTransferServicer_to_server(source, server)
+        add_source(source, server)
     await server.start()
     try:
         yield

@@ -18,7 +18,7 @@ from gpu_worker.transfer.host_id import host_id
 from wire import worker_pb2 as pb
 from wire.errors import EntryMalformed, FenceLost, MeshError, Overloaded, StepFailed
 from wire.ids import UNIT_TOKENS, Fence, WorkerId
-from wire.plan import PageUnits, PullReport, Role, StepReport, TierUnits, WorkerInfo
+from wire.plan import PageUnits, PullReport, Role, SharedTier, StepReport, TierUnits, WorkerInfo
 from wire.worker_codec import (
     decode_plan,
     encode_hello,
@@ -47,6 +47,7 @@ class WorkerIdentity:
     role: Role = Role.BOTH
     min_prompt_tokens: int = 0
     max_prompt_tokens: int = 0
+    shared_tier: SharedTier | None = None
 
 
 class _PeerClosed(Exception):
@@ -123,6 +124,7 @@ class SchedulerSession:
             max_prompt_tokens=identity.max_prompt_tokens,
             unit_bytes=0 if runner.kv is None else runner.kv.unit_bytes,
             host_id=host_id(),
+            shared_tier=identity.shared_tier,
         )
         await self._context.write(pb.ToScheduler(hello=encode_hello(hello)))
         for residents in residents_messages(snapshot.residents, snapshot.tiers):

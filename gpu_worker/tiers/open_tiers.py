@@ -22,7 +22,7 @@ from gpu_worker.transfer.port import KvFormat, KvPages
 from observability.tier_metrics import TierMetrics
 from wire.config import CellConfig, TierConfig
 from wire.errors import ConfigInvalid
-from wire.plan import Tier
+from wire.plan import SharedTier, Tier
 
 _SLOT_ALIGN = 64
 _LEAVING_SHARE = 4
@@ -58,7 +58,14 @@ def open_tiers(
     pinned = not isinstance(kv, HostPages)
     spare_slots = min(_MAX_LEAVING, max(1, num_slots // _LEAVING_SHARE)) if lower else 0
     with open_stack(
-        kv, codec, lower, num_slots=num_slots, spare_slots=spare_slots, pinned=pinned, metrics=metrics
+        kv,
+        codec,
+        lower,
+        num_slots=num_slots,
+        spare_slots=spare_slots,
+        pinned=pinned,
+        metrics=metrics,
+        shared=shared_tier(config, codec),
     ) as stack:
         yield stack
 
@@ -73,9 +80,11 @@ def open_stack(
     spare_slots: int,
     pinned: bool,
     metrics: TierMetrics,
+    shared: SharedTier | None = None,
 ) -> Iterator[TierStack]:
     """A running stack. lower: the tiers below the host, fastest first. num_slots: units of host memory, spare_slots of
-    them for what is leaving; pinned: it is locked, for fast copies from and to a CUDA device."""
+    them for what is leaving; pinned: it is locked, for fast copies from and to a CUDA device. shared: what is said
+    of the Redis tier."""
     changes = ChangeLog([Tier.HOST, *lower])
     slot_bytes = _slot_bytes(codec)
     with ExitStack() as opened:
@@ -95,7 +104,7 @@ def open_stack(
                 on_evicted=on_evicted if writers else None,
             )
 
-        stack = TierStack(kv, codec, open_host, writers, changes, metrics)
+        stack = TierStack(kv, codec, open_host, writers, changes, metrics, shared=shared)
         stack.start()
         try:
             yield stack
@@ -152,6 +161,14 @@ def _check(config: TierConfig) -> None:
 
 def _slot_bytes(codec: UnitCodec) -> int:
     return -(-codec.encoded_bytes // _SLOT_ALIGN) * _SLOT_ALIGN
+
+
+def shared_tier(config: TierConfig, codec: UnitCodec) -> SharedTier | None:
+    """What makes this worker's Redis tier one with others', and what bounds it; None without one."""
+    if not config.redis_mb:
+        return None
+    max_units = (config.redis_mb << 20) // codec.encoded_bytes
+    return SharedTier(codec.tag, max_units, round(config.redis_ttl_s * 1000))
 
 
 def lower_stores(config: TierConfig, cell: CellConfig, codec: UnitCodec) -> dict[Tier, OpenStore]:

@@ -23,7 +23,7 @@ from gpu_worker.tiers.write_behind import WriteBehind
 from gpu_worker.transfer.port import KvPages, UnitPlace
 from observability.tier_metrics import TierMetrics
 from wire.ids import UnitHash
-from wire.plan import PageUnits, Tier, TierUnits
+from wire.plan import PageUnits, SharedTier, Tier, TierUnits
 
 log = logging.getLogger("gpu_worker.tiers")
 
@@ -42,8 +42,11 @@ class TierStack:
         writers: Sequence[WriteBehind],
         changes: ChangeLog,
         metrics: TierMetrics,
+        *,
+        shared: SharedTier | None,
     ) -> None:
-        """writers: of the stores below the host, fastest first."""
+        """writers: of the stores below the host, fastest first. shared: None without Redis among them."""
+        self.shared = shared
         self._kv = kv
         self._codec = codec
         self._writers = writers

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from gpu_worker.transfer.port import Bytes, Generations, KvFormat, UnitPlace
@@ -68,6 +69,10 @@ class DevicePages:
             pinned.copy_(torch.stack([half[layer][units] for half in self._halves], dim=1), non_blocking=True)
             self._stream.synchronize()
         return pinned.numpy()
+
+    def pieces(self, layer: int, places: Sequence[UnitPlace]) -> list[Bytes]:
+        """One layer of units, [2 (K, V), len(places), unit_layer_bytes], as one piece."""
+        return [np.ascontiguousarray(self.read(layer, places).swapaxes(0, 1))]
 
     @torch.no_grad()
     def write(self, layer: int, places: Sequence[UnitPlace], data: Bytes) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, Protocol, TypeAlias
 
 from gpu_worker.transfer.host_pages import common_runs
@@ -111,21 +112,21 @@ class NixlReader:
         self._agent = endpoint.agent
         self._there = offer.nixl
         indices = [self._pages.unit_index(place) for place in places]
-        self._pieces = list(common_runs(indices, [*offer.in_pages.unit_indices]))
+        self._pieces = common_runs(indices, offer.in_pages.unit_indices)
         self._confirm = confirm
         self._stopped = stopped
         self._remote = endpoint.add_remote(self._there.metadata)
 
-    def copy(self, layer: int) -> None:
-        """Bring one layer of the offered units to where they go. Raises TransferFailed."""
+    def copy(self, layers: range) -> None:
+        """Bring these layers of the offered units to where they go. Raises TransferFailed."""
         unit = self._pages.format.unit_layer_bytes
         num_layers = self._pages.format.num_layers
-        here = [start + layer * (self._pages.half_bytes // num_layers) for start in self._pages.half_addresses]
-        remote_starts = (self._there.keys_address, self._there.values_address)
-        there = [start + layer * (self._there.half_bytes // num_layers) for start in remote_starts]
+        here, there = self._pages.half_addresses, (self._there.keys_address, self._there.values_address)
         local, remote = [], []
-        for target, source, count in self._pieces:
-            for ours, theirs in zip(here, there, strict=True):
+        for layer, half in product(layers, (0, 1)):
+            ours = here[half] + layer * (self._pages.half_bytes // num_layers)
+            theirs = there[half] + layer * (self._there.half_bytes // num_layers)
+            for target, source, count in self._pieces:
                 local.append((ours + target * unit, count * unit, self._pages.device_id))
                 remote.append((theirs + source * unit, count * unit, self._there.device_id))
         self._read(local, remote)

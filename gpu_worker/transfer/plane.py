@@ -10,6 +10,7 @@ from typing import cast
 
 from gpu_worker.executor import Executor
 from gpu_worker.transfer.carriers import RemoteCarrier
+from gpu_worker.transfer.messages import CHUNK_BYTES
 from gpu_worker.transfer.nixl import AddressedPages, NixlEndpoint
 from gpu_worker.transfer.port import KvPages, LowerTiers
 from gpu_worker.transfer.puller import TransferPuller
@@ -31,8 +32,14 @@ class TransferPlane:
     endpoint: NixlEndpoint | None
     puller: TransferPuller | None
 
-    def source(self, executor: Executor, *, after_read: Callable[[int], None] = lambda layer: None) -> TransferSource:
-        """What others pull from; after_read: see TransferSource."""
+    def source(
+        self,
+        executor: Executor,
+        *,
+        after_read: Callable[[int], None] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> TransferSource:
+        """What others pull from; after_read, chunk_bytes: see TransferSource."""
         return TransferSource(
             self.kv,
             executor.residency,
@@ -42,6 +49,7 @@ class TransferPlane:
             tiers=self.tiers,
             endpoint=self.endpoint,
             after_read=after_read,
+            chunk_bytes=chunk_bytes,
         )
 
 
@@ -53,11 +61,12 @@ def open_plane(
     namespace: str,
     tiers: LowerTiers | None = None,
     only: Sequence[str] = TRANSPORTS,
-    after_copy: Callable[[int], None] = lambda layer: None,
+    after_copy: Callable[[int], None] | None = None,
 ) -> Iterator[TransferPlane]:
     """To be entered before the executor and the server, and left after them.
 
     namespace: of prefix hashes (kvstore.prefix_hash). only: transports to use of those there are; gRPC always is.
+    after_copy: see RemoteCarrier.
     """
     if kv is None:
         yield TransferPlane(None, namespace, None, (GRPC,), None, None)

@@ -94,6 +94,11 @@ class KvPages(Protocol):
         """A copy of one layer of units: [len(places), 2 (K, V), unit_layer_bytes]."""
         ...
 
+    def pieces(self, layer: int, places: Sequence[UnitPlace]) -> list[Bytes]:
+        """One layer of units, [2 (K, V), len(places), unit_layer_bytes] in contiguous pieces: to be copied, perhaps the
+        pages themselves."""
+        ...
+
     def write(self, layer: int, places: Sequence[UnitPlace], data: Bytes) -> None:
         """Store one layer of units, as `read` gave it; done when this returns."""
         ...

@@ -124,7 +124,6 @@ class Pull:
             if self._ended:
                 return
             self._ended = True
-        self._interrupt()
         short = np.flatnonzero(self._layers < self._kv.format.num_layers)
         report = self._progress(done=True)
         report.num_units = int(short[0]) if len(short) else len(self.places)
@@ -133,6 +132,7 @@ class Pull:
             self._report(report)
         finally:
             self._over.set()
+            self._interrupt()  # what its thread waits for; nobody waits for that
 
     def _progress(self, *, done: bool) -> PullReport:
         return PullReport(

@@ -7,6 +7,7 @@ begin ─▸ queued ─▸ a thread: offer, then layer by layer ─▸ over     
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ class TransferPuller:
         self._pulls: list[Pull] = []
         self._changed = threading.Condition()
         self._stopping = False
+        self._watch_wakes_s = math.inf
         self._watch = threading.Thread(target=self._watch_pulls, name="kv-pull-watch", daemon=True)
 
     def __enter__(self) -> TransferPuller:
@@ -67,7 +69,8 @@ class TransferPuller:
         running = Pull(pull, places, self._kv, report, time.monotonic)
         with self._changed:
             self._pulls.append(running)
-            self._changed.notify()
+            if time.monotonic() + running.lease_s / RENEWALS_PER_LEASE < self._watch_wakes_s:
+                self._changed.notify()
         self._threads.submit(self._run, running)
         return running
 
@@ -98,7 +101,9 @@ class TransferPuller:
         while True:
             with self._changed:
                 self._pulls = [pull for pull in self._pulls if not pull.is_over]
-                self._changed.wait(min((p.lease_s / RENEWALS_PER_LEASE for p in self._pulls), default=IDLE_WATCH_S))
+                wait_s = min((p.lease_s / RENEWALS_PER_LEASE for p in self._pulls), default=IDLE_WATCH_S)
+                self._watch_wakes_s = time.monotonic() + wait_s
+                self._changed.wait(wait_s)
                 if self._stopping:
                     return
                 pulls = list(self._pulls)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpu_worker.transfer.host_pages import HostPages, common_runs, pool_units
+from gpu_worker.transfer.host_pages import HostPages, pool_units
 from gpu_worker.transfer.messages import decode_pool
 from gpu_worker.transfer.port import UnitPlace
 from gpu_worker.transfer.shared_pool import PoolAddress, PoolLayout, open_pool
@@ -58,18 +58,14 @@ class PoolReader:
         cannot be mapped."""
         address, layout = decode_pool(offer.shared_pool)
         pool = maps.get(address, layout)
-        self._halves = list(zip(pages.halves, pool_units(pages.format, layout, pool), strict=True))
-        self._pieces = list(common_runs([*map(pages.unit_index, places)], [*offer.in_pages.unit_indices]))
-        self._page_ids = np.array(offer.in_pages.page_ids, np.int64)
-        self._offered = np.array(offer.in_pages.generations, np.uint64)
+        self._copier = pages.copier(places, pool_units(pages.format, layout, pool), [*offer.in_pages.unit_indices])
+        self._page_ids = np.array([*offer.in_pages.page_ids], np.int64)
+        self._offered = np.array([*offer.in_pages.generations], np.uint64)
         self._generations = np.frombuffer(pool, np.uint64, layout.num_pages, layout.generations)
 
-    def copy(self, layer: int) -> None:
-        """Bring one layer of the offered units to where they go."""
-        for ours, theirs in self._halves:
-            to, source = ours[layer], theirs[layer]
-            for begin, first, count in self._pieces:
-                to[begin : begin + count] = source[first : first + count]
+    def copy(self, layers: range) -> None:
+        """Bring these layers of the offered units to where they go."""
+        self._copier.copy(layers)
 
     def unchanged(self) -> bool:
         """No page of the offer got a new owner so far."""
@@ -77,4 +73,4 @@ class PoolReader:
 
     def close(self) -> None:
         """The mapping stays, for the next pull, and for as long as PoolMaps wants it: not for some traceback's sake."""
-        del self._halves, self._generations
+        del self._copier, self._generations

@@ -24,11 +24,11 @@ class MemoryReader(Protocol):
 
     @property
     def sees_generations(self) -> bool:
-        """`unchanged` costs next to nothing, and is worth asking after every layer."""
+        """`unchanged` costs next to nothing: asked after every copy, it spares the rest of a pull that has failed."""
         ...
 
-    def copy(self, layer: int) -> None:
-        """Bring one layer of the offered units to where they go."""
+    def copy(self, layers: range) -> None:
+        """Bring these layers of the offered units to where they go. Raises TransferFailed."""
         ...
 
     def unchanged(self) -> bool:

@@ -34,11 +34,21 @@ MAX_JOINED = 8
 
 
 class PlanBuilder:
-    def __init__(self, config: BatchingConfig, fence: Fence, preempt: Callable[[Sequence], None]) -> None:
+    """`preempt(seq)` takes a running sequence off its worker; `give_way(seq)` takes back the pages that are held for
+    one which runs elsewhere."""
+
+    def __init__(
+        self,
+        config: BatchingConfig,
+        fence: Fence,
+        preempt: Callable[[Sequence], None],
+        give_way: Callable[[Sequence], None],
+    ) -> None:
         self._config = config
         self._target_us = 1000.0 * config.itl_target_ms if isfinite(config.itl_target_ms) else None
         self._fence = fence
         self._preempt = preempt
+        self._give_way = give_way
         self._min_chunk = min_chunk_tokens(config)
         self._last_plan_id = 0
 
@@ -46,7 +56,7 @@ class PlanBuilder:
         """The plan to send now, already entered into the worker's plans in flight; None when "repeat" will do."""
         if worker.num_step_plans >= self._config.max_queued_plans:
             return self._joining_plan(worker) or (self._send(worker, [], []) if worker.has_unsent else None)
-        preempted = self._make_room_for_decodes(worker)
+        took_pages_back = self._make_room_for_decodes(worker)
         stepped = self._next_decodes(worker)
         takes_turns = len(stepped) < len(worker.decoding)
         is_short = bool(stepped) and (takes_turns or self._repeat_is_short(worker))
@@ -59,7 +69,7 @@ class PlanBuilder:
         for seq in joining:
             worker.end_prefilling(seq)
         plan = self._send(worker, chunks, decodes, once=takes_turns or _end_here(joining))
-        if preempted:
+        if took_pages_back:
             worker.admission_barrier = plan.plan_id
         return plan
 
@@ -117,12 +127,19 @@ class PlanBuilder:
     # -- decodes ---------------------------------------------------------------------------------------------------
 
     def _make_room_for_decodes(self, worker: WorkerView) -> bool:
-        """Preempt until every decode that stands at its last granted slot can have one more page."""
-        preempted = False
-        while worker.num_stalled() > worker.pool.num_available and len(worker.running) > 1:
-            self._preempt(min(worker.running.values(), key=_preempted_first))
-            preempted = True
-        return preempted
+        """Take pages back until every decode that stands at its last granted slot can have one more: first those held
+        for sequences whose KV is not on its way, which wait for their prefill anyway and find most of what has come
+        still cached, then those of running ones. True when some were."""
+        took_any = False
+        while worker.num_stalled() > worker.pool.num_available:
+            if idle := worker.idle_incoming():
+                self._give_way(min(idle, key=_preempted_first))
+            elif len(worker.running) > 1:
+                self._preempt(min(worker.running.values(), key=_preempted_first))
+            else:
+                break  # what is on its way arrives, or fails: then one of two running ones goes, or the pages are back
+            took_any = True
+        return took_any
 
     def _repeat_is_short(self, worker: WorkerView) -> bool:
         """Whether the newest lease ends, or a decode reaches its last slot, within half a lease."""

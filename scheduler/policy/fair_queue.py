@@ -117,6 +117,11 @@ class FairQueue:
         """Every waiting sequence once, in no useful order."""
         return iter({seq.seq_id: seq for seq in self._by_age.waiting()}.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits, nobody runs, and so nobody's counter is kept."""
+        return not self._tenants
+
     def push(self, seq: Sequence) -> None:
         """Queue a sequence; one that was running before goes to the front of its tenant's queue."""
         spec = seq.request.spec
@@ -163,6 +168,15 @@ class FairQueue:
         self._num_waiting -= 1
         self.waiting_tokens -= len(seq.tokens)
         self._forget_if_idle(tenant)
+
+    def take_all(self) -> list[Sequence]:
+        """Whoever waits is to wait elsewhere; in no useful order. What runs is still counted here."""
+        waiting = list(self)
+        self._by_age = _Heap()
+        for seq in waiting:
+            _tenant_of(seq).waiting = _Heap()
+            self.discard(seq)
+        return waiting
 
     def leave(self, seq: Sequence) -> None:
         """A running sequence finished, or was taken off its worker (then push it first)."""

@@ -1,7 +1,8 @@
 """A fair queue for each pool of workers by prompt length: who waits for one pool holds up nobody for another. Pure.
 
-A sequence belongs for good to the pools that suited its prompt when it arrived. Tenants are served fairly within a
-pool; what one was served in another does not count there.
+A sequence belongs for good to the pools that suited its prompt when it arrived. One that came before any of them had a
+worker goes anywhere, and waits in a queue of its own, until such a worker comes: from then on it waits as if it had
+just arrived. Tenants are served fairly within a pool; what one was served in another does not count there.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from scheduler.sequence import Sequence
 from scheduler.worker_view import WorkerView
 
 Pools: TypeAlias = tuple[tuple[int, int], ...]
-"""The ranges of prompt lengths (WorkerInfo) that hold a prompt's: usually one, (0, 0) for any."""
-
-ANY: Pools = ((0, 0),)
+"""The ranges of prompt lengths (WorkerInfo) that hold a prompt's: usually one, (0, 0) for any; empty: there is none."""
 
 
 class PoolQueues:
@@ -37,15 +36,26 @@ class PoolQueues:
 
     def heads(self) -> list[FairQueue]:
         """The queues in which somebody waits: each has one to admit next. Pools may have workers in common: first the
-        queue whose head has waited longest, so that none of them starves."""
+        queue whose head has waited longest, so that none of them starves. A queue in which nobody waits or runs is
+        dropped here, and nowhere else: whoever goes through the heads may push to them meanwhile."""
+        for pools in [pools for pools, queue in self._queues.items() if queue.is_idle]:
+            del self._queues[pools]
         busy = [queue for queue in self._queues.values() if len(queue)]
         return sorted(busy, key=_waits_since) if len(busy) > 1 else busy
 
     def push(self, seq: Sequence, workers: Collection[WorkerView]) -> None:
-        if not seq.pools:
-            ranges = {(w.info.min_prompt_tokens, w.info.max_prompt_tokens) for w in workers if w.suits(seq.num_prompt)}
-            seq.pools = tuple(sorted(ranges)) or ANY
+        if seq.tenant is None:  # else it was in a queue, which counts it among its running ones
+            seq.pools = _pools_for(seq, workers)
         self._queues.setdefault(seq.pools, FairQueue()).push(seq)
+
+    def sort_in(self, workers: Collection[WorkerView]) -> None:
+        """Have those that no pool was for wait for the pools there are by now."""
+        homeless = self._queues.get(())
+        if homeless is None or not len(homeless) or not any(_pools_for(seq, workers) for seq in homeless):
+            return
+        for seq in sorted(homeless.take_all(), key=lambda seq: (seq.request.arrived_order, seq.choice)):
+            seq.pools = _pools_for(seq, workers)
+            self._queues.setdefault(seq.pools, FairQueue()).push(seq)
 
     def pop(self, seq: Sequence) -> None:
         """The sequence at its queue's head is admitted: its state says so from now on."""
@@ -58,6 +68,10 @@ class PoolQueues:
     def leave(self, seq: Sequence) -> None:
         """A running sequence finished, or was taken off its worker (then push it first)."""
         self._queues[seq.pools].leave(seq)
+
+
+def _pools_for(seq: Sequence, workers: Collection[WorkerView]) -> Pools:
+    return tuple(sorted({w.pool_range for w in workers if w.suits(seq.num_prompt)}))
 
 
 def _waits_since(queue: FairQueue) -> float:

@@ -23,14 +23,14 @@ class RoutedPrefixes:
     def add(self, seq: Sequence, worker: WorkerView) -> None:
         """The sequence was sent there."""
         sent = self._sent.setdefault(worker.worker_id, OrderedDict())
-        for unit_hash in reversed(seq.unit_hashes()):  # a prefix is worth keeping longest
-            if unit_hash not in sent:
-                sent[unit_hash] = None
-                self._twin.add(worker.worker_id, unit_hash, Tier.DEVICE)
+        unit_hashes = seq.unit_hashes()
+        for unit_hash in reversed(unit_hashes):  # a prefix is worth keeping longest
+            sent[unit_hash] = None
             sent.move_to_end(unit_hash)
-        while len(sent) > worker.capacity_slots // UNIT_TOKENS:
-            unit_hash, _ = sent.popitem(last=False)
-            self._twin.remove(worker.worker_id, unit_hash, Tier.DEVICE)
+        self._twin.add(worker.worker_id, unit_hashes, Tier.DEVICE)
+        num_forgotten = max(0, len(sent) - worker.capacity_slots // UNIT_TOKENS)
+        forgotten = [sent.popitem(last=False)[0] for _ in range(num_forgotten)]
+        self._twin.remove(worker.worker_id, forgotten, Tier.DEVICE)
 
     def uncached_tokens(self, seq: Sequence) -> dict[WorkerId, int]:
         """Tokens of the sequence that each worker would have to prefill; workers that hold none are left out."""

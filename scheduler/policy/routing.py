@@ -13,10 +13,10 @@ disturbs, or on a prefill worker and from there by handoff (handoff.py).
 from __future__ import annotations
 
 from collections.abc import Collection, Container
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isfinite
 
-from kvstore.prefix_twin import PrefixTwin, TierPrefix
+from kvstore.prefix_twin import PrefixTwin
 from scheduler.commands import RouteCandidate
 from scheduler.policy.placement import Placement, PullOption, Room, find_room, fits_ever
 from scheduler.policy.routed_prefixes import RoutedPrefixes
@@ -24,10 +24,12 @@ from scheduler.policy.step_time import StepWork
 from scheduler.policy.tie_breaker import TieBreaker
 from scheduler.policy.transfers import Transfers
 from scheduler.sequence import Sequence
+from scheduler.shared_units import SharedUnits
 from scheduler.stats import PrefillRate
 from scheduler.worker_view import WorkerView
 from wire.config import BatchingConfig
-from wire.ids import UNIT_TOKENS, WorkerId
+from wire.ids import UNIT_TOKENS, UnitHash, WorkerId
+from wire.plan import Tier
 
 KV_PRESSURE_TOKENS = 256.0
 """What a full pool weighs, in prefill tokens."""
@@ -36,17 +38,44 @@ DECODE_TOKENS = 4.0
 UNMEASURED_TOKENS_PER_S = 1000.0
 """Prefill rate before any was measured."""
 
-Prefixes = dict[WorkerId, TierPrefix]
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Leading units of a chain, by worker; who has none is left out."""
+
+    chain: list[UnitHash]
+    to_others: dict[WorkerId, int]
+    """It holds them, in whatever tier."""
+    to_itself: dict[WorkerId, int]
+    """It holds them, or they lie in the cell's Redis, where it can read them. At least what it holds."""
+
+    def __bool__(self) -> bool:
+        return bool(self.to_itself)
+
+    def between(self, source: WorkerView, target: WorkerView) -> int:
+        """What a pull may bring."""
+        return (self.to_itself if source is target else self.to_others).get(source.worker_id, 0)
+
+
+NOTHING = Prefixes([], {}, {})
 
 
 class Router:
     """`routing_seed` decides ties between workers, and everything where PHASEMESH_ROUTING=random."""
 
     def __init__(
-        self, config: BatchingConfig, twin: PrefixTwin, transfers: Transfers, rate: PrefillRate, *, routing_seed: int
+        self,
+        config: BatchingConfig,
+        twin: PrefixTwin,
+        shared: SharedUnits,
+        transfers: Transfers,
+        rate: PrefillRate,
+        *,
+        routing_seed: int,
     ) -> None:
         self._config = config
         self._twin = twin
+        self._shared = shared
         self._transfers = transfers
         self._times = transfers.times
         self._rate = rate
@@ -134,10 +163,36 @@ class Router:
 
     def _lookup(self, seq: Sequence, workers: Collection[WorkerView]) -> Prefixes:
         if not self._pulls or seq.local_only:
-            return {}
-        if len(workers) == 1 and not any(worker.has_lower_tiers for worker in workers):
-            return {}
-        return self._twin.lookup(seq.unit_hashes()[: (len(seq.tokens) - 1) // UNIT_TOKENS])
+            return NOTHING
+        if len(workers) == 1 and not self._shared and not any(worker.has_lower_tiers for worker in workers):
+            return NOTHING
+        chain = seq.unit_hashes()[: (len(seq.tokens) - 1) // UNIT_TOKENS]
+        held = {worker_id: prefix.any_tier for worker_id, prefix in self._twin.lookup(chain).items()}
+        return Prefixes(chain, held, self._with_shared(chain, held, workers) if self._shared else held)
+
+    def _with_shared(
+        self, chain: list[UnitHash], held: dict[WorkerId, int], workers: Collection[WorkerView]
+    ) -> dict[WorkerId, int]:
+        """How far each gets by itself: of a chain the tail goes to Redis first, so the head may lie in one tier and the
+        rest in the other."""
+        reach = dict(held)
+        for worker in workers:
+            shared = self._shared.readable_by(worker.info)
+            if not shared:
+                continue
+            end = before = held.get(worker.worker_id, 0)
+            while end < len(chain) and (chain[end] in shared or self._is_below(worker, chain[end])):
+                end += 1
+            if end > before:
+                reach[worker.worker_id] = end
+        return reach
+
+    def _is_below(self, worker: WorkerView, unit_hash: UnitHash) -> bool:
+        """The worker can read the unit from below its pages."""
+        if unit_hash in self._shared.readable_by(worker.info):
+            return True
+        tiers = self._twin.tiers(worker.worker_id, unit_hash)
+        return bool(tiers) and tiers[-1] is not Tier.DEVICE
 
     def _placement(
         self, seq: Sequence, room: Room, prefixes: Prefixes, workers: Collection[WorkerView], *, beside_decodes: bool
@@ -183,17 +238,21 @@ class Router:
         first_unit = len(room.shared_pages) * target.pool.units_per_page
         best: PullOption | None = None
         for source in workers:
-            prefix = prefixes.get(source.worker_id)
-            if prefix is None or prefix.any_tier * UNIT_TOKENS <= room.num_cached:
+            end_unit = prefixes.between(source, target)
+            if end_unit * UNIT_TOKENS <= room.num_cached:
                 continue
             if not self._transfers.may_pull(source, target, self._now):
+                continue
+            # A worker does not read its own pages: what lies at the head of one that cannot be shared must be below.
+            head = prefixes.chain[first_unit : room.num_cached // UNIT_TOKENS] if source is target else []
+            if not all(self._is_below(target, unit_hash) for unit_hash in head):
                 continue
             option = PullOption(
                 source,
                 first_unit,
-                prefix.any_tier,
-                self._times.predict_s(source, target, prefix.any_tier - first_unit),
-                self._prefill_s(target, room.num_cached, prefix.any_tier * UNIT_TOKENS),
+                end_unit,
+                self._times.predict_s(source, target, end_unit - first_unit),
+                self._prefill_s(target, room.num_cached, end_unit * UNIT_TOKENS),
             )
             if best is None or option.prefill_s - option.pull_s > best.prefill_s - best.pull_s:
                 best = option

@@ -18,6 +18,7 @@ from typing import Final
 
 from scheduler.commands import Transfer
 from scheduler.sequence import Sequence
+from scheduler.shared_units import SharedUnits
 from scheduler.worker_view import WorkerView
 from wire.ids import PageId, PullId, UnitHash, WorkerId
 from wire.plan import KvPull, PullReport
@@ -72,10 +73,11 @@ class Pull:
 
 class Transfers:
     """Every pull that is not over. `lease_s`: a pull that is silent for so long has failed. `to_plan`: Placing's; takes
-    the workers that something is to be said to, or that have pages back."""
+    the workers that something is to be said to, or that have pages back. `shared`: learns what is not there."""
 
-    def __init__(self, lease_s: float, to_plan: dict[WorkerId, None]) -> None:
+    def __init__(self, lease_s: float, shared: SharedUnits, to_plan: dict[WorkerId, None]) -> None:
         self.lease_s = lease_s
+        self._shared = shared
         self._to_plan = to_plan
         self.times = PullTimes()
         self._pulls: dict[PullId, Pull] = {}
@@ -101,8 +103,6 @@ class Transfers:
     def distrust(self, pull: Pull, now: float) -> None:
         """It failed."""
         if pull.source is not None:
-            # Workers come and go under ever new names: what is over is not kept.
-            self._distrusted = {pair: until for pair, until in self._distrusted.items() if until > now}
             self._distrusted[pull.source.worker_id, pull.target.worker_id] = now + DISTRUST_S
 
     def begin(
@@ -168,9 +168,15 @@ class Transfers:
                 target.pool.retired(page)
         elif report.failure is None:
             self.times.observe(pull, now - pull.begun_s)
-        else:
+        elif not self._was_gone(pull, report.num_units):
             self.distrust(pull, now)
         return pull
+
+    def _was_gone(self, pull: Pull, num_units: int) -> bool:
+        """What failed is that Redis does not have, or no longer, what it was thought to have. Nobody counts on these
+        any more, so there is nothing to try again, and no worker to distrust."""
+        is_own = pull.source is pull.target
+        return is_own and self._shared.missing(pull.target.info, pull.unit_hashes[num_units:])
 
     def abandon(self, pull: Pull) -> None:
         """Nobody waits any more. The pages are the worker's until it reports: `retiring`, once they are released
@@ -181,6 +187,8 @@ class Transfers:
 
     def expire(self, now: float) -> list[Pull]:
         """Pulls that were silent for longer than their lease, each once: their sources' pages are no longer pinned."""
+        # Workers come and go under ever new names: what is over is not kept.
+        self._distrusted = {pair: until for pair, until in self._distrusted.items() if until > now}
         overdue = [pull for pull in self._pulls.values() if pull.deadline_s < now and not pull.is_overdue]
         for pull in overdue:
             pull.is_overdue = True

@@ -13,6 +13,7 @@ from scheduler.commands import Command, DispatchPlan, FinishRequest, PublishRepl
 from scheduler.engine import Engine
 from scheduler.events import Event, Request, RequestArrived, Tick, WorkerDown, WorkerUp
 from scheduler.policy.step_time import StepWork
+from tests.engine.paged_tiers import PagedRedis
 from tests.engine.paged_worker import CARD, PagedWorker
 from wire.config import BatchingConfig
 from wire.entries import TokensReply
@@ -55,6 +56,7 @@ class Driver:
         roles: Sequence[Role] | None = None,
         pulls: bool = False,
         tier_units: int = 0,
+        redis: PagedRedis | None = None,
         prompt_ranges: Sequence[tuple[int, int]] = (),
         routing_seed: int = 0,
         **config: Any,
@@ -79,10 +81,11 @@ class Driver:
                 role=roles[i] if roles else Role.BOTH,
                 peers=self.workers if pulls or roles or tier_units else None,
                 tier_units=tier_units,
+                redis=redis,
                 prompt_range=prompt_ranges[i] if prompt_ranges else (0, 0),
             )
-        for worker in self.workers.values():
-            self.feed(WorkerUp(worker.info, []))
+        for worker in list(self.workers.values()):
+            self.join(worker)
 
     @property
     def worker(self) -> PagedWorker:
@@ -125,6 +128,11 @@ class Driver:
                 return
             self.step(end_pulls=end_pulls)
         raise AssertionError("it never came to that")
+
+    def join(self, worker: PagedWorker) -> None:
+        """It comes up, with whatever it holds."""
+        self.workers[worker.info.worker_id] = worker
+        self.feed(WorkerUp(worker.info, worker.residents(), worker.tiers()))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

@@ -6,7 +6,7 @@ evicted or freed at the wrong moment shows up as a wrong digest, a position past
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -14,6 +14,7 @@ from typing import assert_never
 from kvstore.prefix_hash import chain
 from scheduler.events import PullReported, StepReported, TierChanged
 from scheduler.policy.step_time import StepWork
+from tests.engine.paged_tiers import PagedRedis, PagedTiers
 from wire.ids import UNIT_TOKENS, Epoch, PageId, PullId, SeqId, UnitHash, WorkerId
 from wire.plan import (
     KvPull,
@@ -28,7 +29,6 @@ from wire.plan import (
     StepPlan,
     StepReport,
     StepTiming,
-    Tier,
     TierUnits,
     WorkerInfo,
 )
@@ -88,10 +88,11 @@ class PagedWorker:
         role: Role = Role.BOTH,
         peers: Mapping[WorkerId, PagedWorker] | None = None,
         tier_units: int = 0,
+        redis: PagedRedis | None = None,
         prompt_range: tuple[int, int] = (0, 0),
     ) -> None:
         """step_us: how long a step of so much work takes, as reported; no time passes. peers: whom it can pull from.
-        tier_units: what its host tier holds at most."""
+        tier_units: what its host tier holds at most. redis: what takes what that evicts."""
         self.info = WorkerInfo(
             WorkerId(worker_id),
             Epoch(epoch),
@@ -104,13 +105,13 @@ class PagedWorker:
             unit_bytes=0 if peers is None else 1000,
             min_prompt_tokens=prompt_range[0],
             max_prompt_tokens=prompt_range[1],
+            shared_tier=None if redis is None else redis.shared_tier,
         )
         self._peers = {} if peers is None else peers
         self.pulls: dict[PullId, KvPull] = {}
         """Under way: finish_pull ends one."""
         self.cancelled_pulls: set[PullId] = set()
-        self.tier_units = tier_units
-        self._tier: OrderedDict[UnitHash, list[int | None]] = OrderedDict()
+        self._tiers = PagedTiers(tier_units, redis)
         self.step_budget = step_budget
         self.step_us = step_us
         self.steps: list[tuple[StepWork, float]] = []
@@ -133,7 +134,7 @@ class PagedWorker:
         return [PageUnits(page, list(units)) for page, units in self._units.items() if units]
 
     def tiers(self) -> list[TierUnits]:
-        return [TierUnits(Tier.HOST, list(self._tier))] if self._tier else []
+        return self._tiers.contents()
 
     def event(self, report: StepReport | PullReport | TierUnits) -> StepReported | PullReported | TierChanged:
         """As the engine is told."""
@@ -159,6 +160,7 @@ class PagedWorker:
 
     def run_step(self) -> None:
         """Run one step of the oldest plan and those that join it, or its releases alone, and queue the reports."""
+        self.reports.extend(self._tiers.changes())
         if self._current is None:
             if not self.plans:
                 return
@@ -221,7 +223,7 @@ class PagedWorker:
         self.cancelled_pulls.discard(pull_id)
         if source is not None and source.info.epoch == pull.source_epoch and not is_cancelled:
             for unit_hash in pull.unit_hashes[:most_units]:
-                unit = source.unit(unit_hash)
+                unit = source.unit(unit_hash) if source is not self else self._tiers.get(unit_hash)
                 if unit is None:
                     break
                 found.append(unit)
@@ -239,26 +241,20 @@ class PagedWorker:
         self.reports.append(PullReport(pull_id, False))
 
     def unit(self, unit_hash: UnitHash) -> list[int | None] | None:
-        """What a pull finds here: in a page, or in the host tier."""
+        """What a pull finds here: in a page, or below."""
         for page, units in self._units.items():
             if unit_hash in units:
                 first = units.index(unit_hash) * UNIT_TOKENS
                 return self._slots[page][first : first + UNIT_TOKENS]
-        return self._tier.get(unit_hash)
+        return self._tiers.get(unit_hash)
 
     def _void(self, page: PageId, keep_units: int = 0) -> None:
-        """The page gets a new owner: what it held goes to the host tier."""
-        gone = self._units[page][keep_units:]
+        """The page gets a new owner: what it held goes below."""
+        gone = enumerate(self._units[page][keep_units:], start=keep_units)
+        slots = self._slots[page]
+        self._tiers.save({unit: slots[i * UNIT_TOKENS : (i + 1) * UNIT_TOKENS] for i, unit in gone})
         self._units[page] = self._units[page][:keep_units]
-        stored = [unit_hash for unit_hash in gone if unit_hash not in self._tier and self.tier_units]
-        for index, unit_hash in enumerate(gone, start=keep_units):
-            self._tier[unit_hash] = self._slots[page][index * UNIT_TOKENS : (index + 1) * UNIT_TOKENS]
-        dropped = [self._tier.popitem(last=False)[0] for _ in range(len(self._tier) - self.tier_units)]
-        if self.tier_units and (stored or dropped):
-            changed = TierUnits(
-                Tier.HOST, [h for h in stored if h in self._tier], [h for h in dropped if h not in stored]
-            )
-            self.reports.append(changed)
+        self.reports.extend(self._tiers.changes())
 
     def _run(self, plan: StepPlan, *, first: bool) -> list[Progress]:
         ran: list[tuple[_Sequence, SeqId, int, int]] = []

@@ -32,11 +32,12 @@ from tests.engine.books import (
     what_is_kept_up_to_date_is_what_a_scan_would_find,
     whoever_has_something_to_say_says_it,
 )
+from tests.engine.paged_tiers import PagedRedis
 from tests.engine.paged_worker import CARD, VOCAB, PagedWorker, expected_output
 from wire.config import BatchingConfig
 from wire.entries import ChoiceReply, TerminalReply, TokensReply
 from wire.ids import Epoch, Fence, GatewayId, PlanId, RequestId, UnitHash, WorkerId
-from wire.plan import Role, StepReport, Tier
+from wire.plan import LOWER_TIERS, Role, StepReport, Tier
 from wire.sampling import SamplingParams
 
 ROOT = root_hash(namespace(CARD))
@@ -84,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         ),
         the_lost_stay_lost=st.booleans(),
         tier_units=st.sampled_from([0, 0, 6, 40]),
+        redis_units=st.sampled_from([0, 10, 60]),
         routing=st.sampled_from(["precise", "precise", "precise", "approximate", "least_loaded", "random"]),
         pull_lease_ms=st.sampled_from([50, 10_000]),
     )
@@ -101,6 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_ranges: list[tuple[int, int]],
         the_lost_stay_lost: bool,
         tier_units: int,
+        redis_units: int,
         routing: str,
         pull_lease_ms: int,
     ) -> None:
@@ -120,6 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.page_sizes, self.num_pages = page_sizes, pages
         self.prompt_ranges, self.tier_units = prompt_ranges, tier_units
+        self.redis = PagedRedis(redis_units) if redis_units and tier_units else None
         self.the_lost_stay_lost = the_lost_stay_lost
         self.indexed: defaultdict[tuple[WorkerId, Epoch, Tier], set[UnitHash]] = defaultdict(set)
         self.workers: dict[WorkerId, PagedWorker] = {}
@@ -145,6 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
             role=role,
             peers=self.workers,
             tier_units=self.tier_units,
+            redis=self.redis,
             prompt_range=self.prompt_ranges[index],
         )
 
@@ -320,7 +325,7 @@ class EngineMachine(RuleBasedStateMachine):
         info = worker.info
         held = {
             Tier.DEVICE: {unit for page in worker.residents() for unit in page.unit_hashes},
-            Tier.HOST: {unit for units in worker.tiers() for unit in units.stored},
+            **{t: {u for units in worker.tiers() if units.tier is t for u in units.stored} for t in LOWER_TIERS},
         }
         twin = self.engine.twin.units(info.worker_id)
         differing = {tier: frozenset(held[tier] ^ twin[tier]) for tier in held}
@@ -357,7 +362,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert (
                 twin[Tier.DEVICE] == set(view.pool.computed_units()) == self.indexed[worker_id, view.epoch, Tier.DEVICE]
             )
-            assert twin[Tier.HOST] == self.indexed[worker_id, view.epoch, Tier.HOST]
+            for tier in (Tier.HOST, Tier.REDIS):
+                assert twin[tier] == self.indexed[worker_id, view.epoch, tier]
+        assert len(self.engine._placing.prefixes.shared) <= (self.redis.max_units if self.redis else 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

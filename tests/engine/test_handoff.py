@@ -219,23 +219,6 @@ def test_what_comes_later_does_not_take_the_room_that_a_prefilled_one_waits_for(
     driver.assert_done("long", *(f"small{n}" for n in range(number)))
 
 
-def test_room_that_a_cancelled_handoff_held_goes_to_a_decode_that_waits_for_it() -> None:
-    driver = split(pages=16, max_running=4, step_token_budget=16)
-    _, decode = ends(driver)
-    driver.arrive("grows", prompt(10, 1), 200)
-    driver.arrive("long", prompt(190), 4)
-    driver.step_until(lambda: decode.pulls)
-    for _ in range(200):  # the prefill worker is slow: between two chunks nothing is pulled
-        decode.run_step()
-        for pull_id in list(decode.pulls):
-            decode.finish_pull(pull_id)
-        driver.deliver(decode)
-    assert driver.pages(decode).free == driver.pages(decode).cached == 0 and decode.is_idle, "it waits for a page"
-    driver.feed(CancelRequested(RequestId("long"), "disconnect"))
-    driver.run()
-    driver.assert_done("grows", "long")
-
-
 @pytest.mark.parametrize("stage", ["prefilling", "pulling", "prefilled"])
 def test_where_nobody_decodes_any_more_the_prefill_worker_does(stage: str) -> None:
     driver = at(stage)

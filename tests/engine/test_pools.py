@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.engine.driver import Driver, make_request, prompt
-from tests.engine.paged_worker import expected_output
+from tests.engine.driver import Driver, make_request, prompt, slow
+from tests.engine.paged_worker import PagedWorker, expected_output
 from wire.plan import Role
 
 
 def home(driver: Driver, name: str) -> str:
     return driver.finished[name].timeline.admissions[0].worker_id
+
+
+def join(driver: Driver, name: str, **fields: Any) -> PagedWorker:
+    """A worker comes late."""
+    worker = PagedWorker(name, 16, 16, driver.config.step_token_budget, peers=driver.workers, **fields)
+    driver.join(worker)
+    return worker
 
 
 def test_each_prompt_goes_to_the_pool_of_its_length() -> None:
@@ -76,3 +85,50 @@ def test_pools_that_share_a_worker_starve_nobody(shared_first: bool) -> None:
     driver.run()
     driver.assert_done("long", *(f"short{n}" for n in range(number)))
     assert before, "while it waits for its worker the other one serves short prompts"
+
+
+@pytest.mark.parametrize("lost_first", [False, True])
+def test_what_came_before_any_worker_waits_by_pools_as_soon_as_they_are_there(lost_first: bool) -> None:
+    """Not in one queue, in which the head that waits for one pool holds up the others."""
+    driver = Driver(workers=int(lost_first), max_running=1, page_size=16)
+    if lost_first:
+        driver.lose(driver.worker)
+    driver.arrive("runs", prompt(150, 1), 90)
+    driver.arrive("waits", prompt(150, 2), 4)
+    driver.arrive("passes", prompt(20, 3), 4)
+    join(driver, "long", prompt_range=(101, 0))
+    driver.step()
+    assert not driver.outputs["passes/0"], "no pool is for it: it waits with the others"
+    join(driver, "short", prompt_range=(0, 100))
+    driver.run()
+    driver.assert_done("runs", "waits", "passes")
+    assert list(driver.finished) == ["passes", "runs", "waits"]
+    assert [home(driver, name) for name in ("runs", "waits", "passes")] == ["long", "long", "short"]
+
+
+def test_what_came_before_any_worker_is_handed_off_where_workers_have_roles() -> None:
+    driver = Driver(workers=0, max_running=1, step_us=slow)
+    driver.arrive("first", prompt(40, 1), 30)
+    driver.arrive("long", prompt(150, 2), 4)
+    join(driver, "decodes", role=Role.DECODE, step_us=slow)
+    join(driver, "prefills", role=Role.PREFILL, step_us=slow)
+    driver.run()
+    driver.assert_done("first", "long")
+    admissions = driver.finished["long"].timeline.admissions
+    assert [(a.worker_id, a.role) for a in admissions] == [("prefills", Role.PREFILL), ("decodes", Role.DECODE)]
+
+
+def test_what_ran_where_no_pool_was_for_it_goes_to_its_pool_when_it_must_move() -> None:
+    driver = Driver(workers=0, max_running=1)
+    driver.arrive("moves", prompt(20, 1), 40)
+    first = join(driver, "long", prompt_range=(101, 0))
+    driver.step()
+    join(driver, "short", prompt_range=(0, 100))
+    driver.arrive("short too", prompt(20, 2), 60)
+    driver.lose(first)
+    join(driver, "long too", prompt_range=(101, 0))
+    driver.arrive("long", prompt(150, 3), 4)
+    driver.run()
+    driver.assert_done("moves", "short too", "long")
+    assert [a.worker_id for a in driver.finished["moves"].timeline.admissions] == ["long", "short"]
+    assert home(driver, "long") == "long too"

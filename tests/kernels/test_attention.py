@@ -108,6 +108,26 @@ def test_a_query_is_bitwise_the_same_alone_batched_chunked_and_paged_otherwise(
                 assert torch.equal(result, whole[i][start:end])
 
 
+def test_scores_far_apart(kernels: Kernels) -> None:
+    """Weights from 1 to what no float32 holds, maxima that rise by hundreds from block to block."""
+    torch.manual_seed(0)
+    paged = Paged.random([1100], 64, 3, 64)
+    queries = torch.randn(200, 9, 64) * torch.logspace(0, 2, 200)[:, None, None]
+    (result,) = paged.attend(kernels, [queries], [1100], [0], None)
+    wanted = expected(queries, paged.keys[0], paged.values[0], None)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_key_that_is_not_a_number_shows_in_the_rows_that_see_it_and_in_no_other(kernels: Kernels) -> None:
+    torch.manual_seed(0)
+    paged = Paged.random([300], 16, 3, 64)
+    queries = torch.randn(300, 9, 64)
+    (before,) = paged.attend(kernels, [queries], [300], [0], None)
+    paged.pages[0][paged.tables[0][200 // 16], 200 % 16] = torch.nan
+    (after,) = paged.attend(kernels, [queries], [300], [0], None)
+    assert torch.equal(after[:200], before[:200]) and after[200:].isnan().all()
+
+
 def test_a_step_without_tokens(kernels: Kernels) -> None:
     step = CpuAttention(kernels).prepare(StepBatch(), page_size=16, windows={None}, dtype=torch.float32, device=CPU)
     pages = torch.zeros(2, 16, 1, 16)

@@ -305,6 +305,26 @@ async def test_in_many_long_prefixes_only_a_single_missing_unit_is_overlooked(re
     assert found[holders[2]].device == 100
 
 
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_exact_lookups_overlook_no_missing_unit_of_a_long_prefix(redis: Any, data: st.DataObject) -> None:
+    """By a script that reads all, and where there are no scripts."""
+    cell = f"px-{secrets.token_hex(4)}"
+    by_script, by_pipelines = [await redis_index(redis, cell, exact=True, scripts=scripts) for scripts in (True, False)]
+    chain = chain_of(data.draw(st.integers(EXACT_UNITS, 3 * EXACT_UNITS)))
+    holders = [Holder(WorkerId(f"w{i}"), Epoch(1)) for i in range(4)]
+    in_memory = MemoryPrefixIndex()
+    for holder in holders:
+        length = data.draw(st.integers(0, len(chain)))
+        units = dict.fromkeys(chain[:length], data.draw(st.sampled_from([DEVICE, HOST, DISK])))
+        units |= data.draw(st.dictionaries(st.sampled_from(chain), st.sampled_from([DEVICE, HOST, ()]), max_size=3))
+        for index in (by_script, in_memory):
+            await index.write(holder, units, anew=True)
+    expected = await in_memory.lookup(chain, holders)
+    assert await by_script.lookup(chain, holders) == expected
+    assert await by_pipelines.lookup(chain, holders) == expected
+
+
 async def test_a_chain_is_looked_up_to_a_bound(redis: Any) -> None:
     index = await redis_index(redis, f"px-{secrets.token_hex(4)}")
     chain = chain_of(MAX_CHAIN + 10)

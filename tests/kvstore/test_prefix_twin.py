@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.prefix_twin import PrefixTwin, TierPrefix
 from wire.ids import UnitHash, WorkerId
@@ -54,7 +54,7 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule(worker_id=workers, unit_hash=units, tier=tiers)
     def add(self, worker_id: WorkerId, unit_hash: UnitHash, tier: Tier) -> None:
-        self.twin.add(worker_id, unit_hash, tier)
+        self.twin.add(worker_id, [unit_hash], tier)
         self.naive.held[worker_id][tier].add(unit_hash)
 
     @rule(worker_id=workers, length=st.integers(1, len(UNITS)), tier=tiers)
@@ -64,7 +64,7 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule(worker_id=workers, unit_hash=units, tier=tiers)
     def remove(self, worker_id: WorkerId, unit_hash: UnitHash, tier: Tier) -> None:
-        self.twin.remove(worker_id, unit_hash, tier)
+        self.twin.remove(worker_id, [unit_hash], tier)
         self.naive.held[worker_id][tier].discard(unit_hash)
 
     @rule(worker_id=workers)
@@ -88,30 +88,37 @@ class TwinMachine(RuleBasedStateMachine):
             assert self.twin.count(worker_id) == len(set().union(*held.values()))
 
 
+class TableMachine(TwinMachine):
+    """Every lookup goes to the table, which is up to date, or a few changes behind."""
+
+    @initialize(batch_units=st.integers(1, 20))
+    def begin(self, batch_units: int) -> None:
+        self.twin = PrefixTwin(few_units=0, batch_units=batch_units)
+
+
 TestTwin = TwinMachine.TestCase
-TestTwin.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTable = TableMachine.TestCase
+TestTwin.settings = TestTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_the_prefix_ends_at_the_first_unit_that_is_in_no_tier() -> None:
     twin = PrefixTwin()
-    for unit_hash in UNITS[:4]:
-        twin.add(WORKERS[0], unit_hash, Tier.DEVICE)
-    for unit_hash in UNITS[3:6]:
-        twin.add(WORKERS[0], unit_hash, Tier.HOST)
-    twin.add(WORKERS[0], UNITS[7], Tier.DEVICE)
-    twin.add(WORKERS[1], UNITS[0], Tier.DISK)
-    twin.add(WORKERS[2], UNITS[1], Tier.DEVICE)
+    twin.add(WORKERS[0], UNITS[:4], Tier.DEVICE)
+    twin.add(WORKERS[0], UNITS[3:6], Tier.HOST)
+    twin.add(WORKERS[0], [UNITS[7]], Tier.DEVICE)
+    twin.add(WORKERS[1], [UNITS[0]], Tier.DISK)
+    twin.add(WORKERS[2], [UNITS[1]], Tier.DEVICE)
     assert twin.lookup(UNITS) == {WORKERS[0]: TierPrefix(4, 6, 6), WORKERS[1]: TierPrefix(0, 0, 1)}
 
 
 def test_a_unit_stays_findable_until_it_left_every_tier() -> None:
     twin = PrefixTwin()
     for tier in Tier:
-        twin.add(WORKERS[0], UNITS[0], tier)
-    twin.remove(WORKERS[0], UNITS[0], Tier.DEVICE)
+        twin.add(WORKERS[0], UNITS[:1], tier)
+    twin.remove(WORKERS[0], UNITS[:1], Tier.DEVICE)
     for tier in LOWER_TIERS:
         assert twin.lookup(UNITS[:1]) == {WORKERS[0]: TierPrefix(0, int(tier is Tier.HOST), 1)}
-        twin.remove(WORKERS[0], UNITS[0], tier)
+        twin.remove(WORKERS[0], UNITS[:1], tier)
     assert twin.lookup(UNITS[:1]) == {}
 
 
@@ -121,13 +128,15 @@ def test_a_worker_that_comes_back_again_and_again_leaves_nothing_behind(generati
     twin = PrefixTwin()
     hashes = [UnitHash(i.to_bytes(32, "little")) for i in range(num_units)]
     for _ in range(generations):
-        for unit_hash in hashes:
-            twin.add(WORKERS[0], unit_hash, Tier.DEVICE)
+        twin.add(WORKERS[0], hashes, Tier.DEVICE)
         twin.drop_worker(WORKERS[0])
         assert twin.lookup(hashes) == {}
+    twin.add(WORKERS[1], UNITS[:1], Tier.DEVICE)
     for _ in range(num_units + generations):  # each change sweeps
-        twin.remove(WORKERS[1], UNITS[0], Tier.DEVICE)
-    assert twin._masks == {} and twin._num_slots <= 2
+        twin.add(WORKERS[1], UNITS[:1], Tier.DEVICE)
+        twin.remove(WORKERS[1], UNITS[:1], Tier.DEVICE)
+    twin._settle()
+    assert len(twin._masks) == 0 and twin._num_slots <= 2
 
 
 @given(prefixes=st.lists(st.tuples(lengths, lengths, lengths), min_size=1, max_size=20), data=st.data())
@@ -141,9 +150,8 @@ def test_a_long_chain_is_cut_where_each_worker_s_prefix_ends(
     expected = {}
     for i, lengths_of_worker in enumerate(prefixes):
         ends = [min(300, end) for end in accumulate(lengths_of_worker)]
-        for position in range(ends[2]):
-            tier = Tier.DEVICE if position < ends[0] else Tier.HOST if position < ends[1] else Tier.DISK
-            twin.add(WorkerId(f"w{i}"), chain[position], tier)
+        for begin, end, tier in zip([0, *ends], ends, (Tier.DEVICE, Tier.HOST, Tier.DISK), strict=False):
+            twin.add(WorkerId(f"w{i}"), chain[begin:end], tier)
         expected[WorkerId(f"w{i}")] = ends
     asked = data.draw(lengths)
     assert twin.lookup(chain[:asked]) == {

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -38,16 +38,25 @@ END_S = 60.0
 
 
 class GatedStack(MeshStack):
-    """Workers of these roles, each with its gates."""
+    """Workers of these roles, each with its gates; worker_env: what else each has of its own, see MeshStack."""
 
-    def __init__(self, model_dir: Path, directory: Path, roles: Sequence[str], **env: object) -> None:
-        self._roles = roles
+    def __init__(
+        self,
+        model_dir: Path,
+        directory: Path,
+        roles: Sequence[str],
+        worker_env: Sequence[Mapping[str, str]] | None = None,
+        /,
+        **env: object,
+    ) -> None:
         self._gates = directory / "gates"
         self._scheduler_environment: dict[str, str] = {}
         self._schedulers = 0
         self.model_dir = model_dir
         settings = SETTINGS | {name: str(value) for name, value in env.items()}
-        super().__init__(model_dir, directory, workers=len(roles), env=settings)
+        worker_env = worker_env or [{}] * len(roles)
+        own = [{"WORKER_ROLE": role, **other} for role, other in zip(roles, worker_env, strict=True)]
+        super().__init__(model_dir, directory, worker_env=own, env=settings)
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -65,8 +74,7 @@ class GatedStack(MeshStack):
             module = "tests.mesh.gated_worker"
             gates = self._gates / name
             gates.mkdir(parents=True)
-            role = self._roles[int(name.removeprefix("worker-"))]
-            environment = environment | {GATES: str(gates), "PHASEMESH_WORKER_ROLE": role}
+            environment = environment | {GATES: str(gates)}
         return super()._service(name, module, environment, port_variable)
 
     def pull_by(self, transport: str) -> None:
@@ -96,12 +104,15 @@ class GatedStack(MeshStack):
                 self.scheduler = standby
         await asyncio.to_thread(self.scheduler.wait_healthy)
 
-    async def restart_redis(self, *, keeps_data: bool) -> None:
-        """kill -9; when everybody knows, it comes back."""
+    def kill_redis(self, *, keeps_data: bool) -> None:
+        """kill -9. keeps_data: it will find again what it held."""
         self.redis.kill()
         if not keeps_data:
             for path in self.directory.glob("appendonly*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    async def start_redis(self) -> None:
+        """Once everybody knows that it was killed."""
         await eventually("the gateway misses Redis", lambda: not self.gateway.is_healthy(), 30)
         self.redis.start()
 

@@ -3,9 +3,10 @@
     prefill     compute thread: before a step with prefill chunks
     decode      compute thread: before a step of decodes alone
     begin       the thread of a pull into this worker: before it asks the source
-    layer-K     the same: layer K has come, and is not checked yet (shm), or is checked and stored (grpc)
+    layer-K     the same: layer K has come, not checked yet (shm), or checked and stored (grpc, and each unit of a tier)
     end         the same: all has come, and the scheduler does not know
     read-K      as a source, by grpc: layer K was read, and not sent
+    redis-HASH  the thread that writes to Redis: before it stores the unit of this hash
 
 What closes no gate: the file `grpc` makes it pull by gRPC where it could share memory.
 """
@@ -25,6 +26,7 @@ from gpu_worker.executor import Executor
 from gpu_worker.model_port import ModelRunner, StepOutput
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.tiers.redis_store import RedisStore
 from gpu_worker.transfer import plane
 from gpu_worker.transfer.carriers import RemoteCarrier
 from gpu_worker.transfer.port import Bytes, KvPages
@@ -33,6 +35,7 @@ from gpu_worker.transfer.source import TransferSource
 from gpu_worker.transfer.transports import GRPC
 from tests.mesh.gates import pass_gate
 from wire.config import WorkerConfig
+from wire.ids import UnitHash
 
 GATES = "GATES"
 
@@ -72,20 +75,32 @@ def gate_plane(wait: Callable[[str], None]) -> Callable[..., Any]:
 
 
 def gate_pulls(directory: Path, wait: Callable[[str], None]) -> None:
-    attempt, store = RemoteCarrier._attempt, Pull.store
+    carry, store = RemoteCarrier.carry, Pull.store
 
-    def gated_attempt(self: RemoteCarrier, pull: Pull, transports: Sequence[str]) -> bool:
+    def gated_carry(self: RemoteCarrier, pull: Pull) -> None:
         wait("begin")
-        done = attempt(self, pull, [GRPC] if (directory / GRPC).exists() else transports)
+        if (directory / GRPC).exists():
+            self._attempt(pull, [GRPC])
+        else:
+            carry(self, pull)
         wait("end")
-        return done
 
     def gated_store(self: Pull, layer: int, first: int, data: Bytes) -> None:
         store(self, layer, first, data)
         wait(f"layer-{layer}")
 
-    RemoteCarrier._attempt = gated_attempt  # type: ignore[method-assign]
+    RemoteCarrier.carry = gated_carry  # type: ignore[method-assign]
     Pull.store = gated_store  # type: ignore[method-assign]
+
+
+def gate_tiers(wait: Callable[[str], None]) -> None:
+    put = RedisStore.put
+
+    def gated_put(self: RedisStore, unit_hash: UnitHash, encoded: memoryview) -> bool:
+        wait(f"redis-{unit_hash.hex()}")
+        return put(self, unit_hash, encoded)
+
+    RedisStore.put = gated_put  # type: ignore[method-assign]
 
 
 def main() -> int:
@@ -94,6 +109,7 @@ def main() -> int:
     worker.load_model = gate_model(worker.load_model, wait)
     worker.open_plane = gate_plane(wait)  # type: ignore[attr-defined]
     gate_pulls(directory, wait)
+    gate_tiers(wait)
     return worker.main()
 
 

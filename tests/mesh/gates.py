@@ -47,10 +47,15 @@ class Gate:
         """Whoever waits goes on, and nobody waits any more."""
         self._closed.unlink(missing_ok=True)
 
+    @property
+    def is_reached(self) -> bool:
+        """A thread waits, or has waited."""
+        return self._reached.exists()
+
     async def reached(self, timeout_s: float = 30.0) -> None:
         """Until a thread waits."""
         deadline_s = time.monotonic() + timeout_s
-        while not self._reached.exists():
+        while not self.is_reached:
             assert time.monotonic() < deadline_s, f"nobody came to the gate {self._point}"
             await asyncio.sleep(POLL_S)
 

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 from urllib.error import URLError
 
@@ -153,12 +154,22 @@ class ServiceGroup:
 
 
 class MeshStack(ServiceGroup):
-    """Redis, one scheduler, workers, one gateway. `env` reaches every service, e.g. {"STEP_TOKEN_BUDGET": "7"}."""
+    """Redis, one scheduler, workers, one gateway. `env` reaches every service, e.g. {"STEP_TOKEN_BUDGET": "7"}.
+
+    worker_env: of each worker alone, e.g. [{"WORKER_ROLE": "prefill"}, {}]; there are as many workers, then.
+    """
 
     def __init__(
-        self, model_dir: Path, directory: Path, *, workers: int = 1, env: dict[str, str] | None = None
+        self,
+        model_dir: Path,
+        directory: Path,
+        *,
+        workers: int = 1,
+        worker_env: Sequence[Mapping[str, str]] = (),
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.directory = directory
+        worker_env = worker_env or [{}] * workers
         self.redis = RedisServer(directory, append_only=True)
         self.gateway_port = free_port()
         self.url = f"http://127.0.0.1:{self.gateway_port}"
@@ -167,18 +178,14 @@ class MeshStack(ServiceGroup):
             "PHASEMESH_MODEL": str(model_dir),
             "PHASEMESH_MODEL_NAME": "m",
             "OMP_WAIT_POLICY": "PASSIVE",
-        } | {(k if k.startswith("OTEL_") else f"PHASEMESH_{k}"): v for k, v in (env or {}).items()}
+        } | {(k if k.startswith("OTEL_") else f"PHASEMESH_{k}"): v for k, v in env.items()}
         self.scheduler = self._service("scheduler", "scheduler", common, "SCHEDULER_PORT")
-        threads = str(max(1, (os.cpu_count() or 1) // workers))
-        self.workers = [
-            self._service(
-                f"worker-{i}",
-                "gpu_worker",
-                common | {"PHASEMESH_WORKER_ID": f"worker-{i}", "PHASEMESH_WORKER_THREADS": threads},
-                "WORKER_HEALTH_PORT",
-            )
-            for i in range(workers)
-        ]
+        threads = str(max(1, (os.cpu_count() or 1) // len(worker_env)))
+        self.workers = []
+        for i, own in enumerate(worker_env):
+            environment = {"WORKER_ID": f"worker-{i}", "WORKER_THREADS": threads, **own}
+            environment = common | {f"PHASEMESH_{k}": v for k, v in environment.items()}
+            self.workers.append(self._service(f"worker-{i}", "gpu_worker", environment, "WORKER_HEALTH_PORT"))
         gateway = common | {"PHASEMESH_PORT": str(self.gateway_port), "PHASEMESH_GATEWAY_ID": "gw"}
         self.gateway = Service("gateway", "gateway", gateway, f"{self.url}/health", directory / "gateway.log")
 

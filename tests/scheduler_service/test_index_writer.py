@@ -53,10 +53,8 @@ class Cell:
     ) -> None:  # fmt: skip
         if fresh:
             self.twin.drop_worker(holder.worker_id)
-        for unit_hash in dropped or []:
-            self.twin.remove(holder.worker_id, unit_hash, tier)
-        for unit_hash in stored or []:
-            self.twin.add(holder.worker_id, unit_hash, tier)
+        self.twin.remove(holder.worker_id, dropped or [], tier)
+        self.twin.add(holder.worker_id, stored or [], tier)
         self.writer.update(UpdateIndex(*_ids(holder), tier, stored or [], dropped or [], fresh))
 
     def down(self, holder: Holder) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from redis import Redis
 
-from gpu_worker.tiers.open_tiers import open_tiers
+from gpu_worker.tiers.open_tiers import open_codec, open_tiers, shared_tier
+from gpu_worker.tiers.unit_codec import LowerTierDtype
 from gpu_worker.transfer.port import Bytes
 from observability.metrics import WorkerMetrics
 from tests.tiers.stacks import NAMESPACE, TIMEOUT_S, UNIT_BYTES, disk_below, fake_codec, open_opened, redis_below
@@ -21,7 +22,7 @@ from wire import keys
 from wire.config import CellConfig, TierConfig
 from wire.errors import ConfigInvalid
 from wire.ids import PageId, UnitHash
-from wire.plan import PageUnits, Tier, TierUnits
+from wire.plan import PageUnits, SharedTier, Tier, TierUnits
 
 
 def page(number: int, *unit_numbers: int) -> PageUnits:
@@ -240,6 +241,17 @@ def test_tiers_are_off_unless_asked_for(tmp_path: Path) -> None:
     opens()
     opens(host_mb=1)
     opens(host_mb=1, disk_mb=1, disk_dir=str(tmp_path), redis_mb=1)
+
+
+def test_the_redis_tiers_of_workers_are_one_where_units_mean_the_same() -> None:
+    kv = FakeRunner().kv
+    assert kv is not None
+    one, other = (open_codec(kv.format, name, LowerTierDtype.AUTO) for name in (NAMESPACE, "another model"))
+    config = TierConfig(host_mb=1, redis_mb=2, redis_ttl_s=1.5)
+    shared = shared_tier(config, one)
+    assert shared == SharedTier(one.tag, (2 << 20) // one.encoded_bytes, 1500)
+    assert shared_tier(config, other) != shared
+    assert shared_tier(TierConfig(host_mb=1), one) is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 
@@ -26,9 +26,9 @@ from tests.transfer.peers import (
     two_peers,
 )
 from tests.worker.fake_runner import CARD, FakeRunner, reference_output
+from tests.worker.fake_worker import LAYER_BYTES
 from tests.worker.plans import chunk, grant, plan
 from tests.worker.test_executor import TIMEOUT_S, Client, tokens_of
-from wire import transfer_pb2 as pb
 from wire.ids import Epoch, PageId
 
 SHORT_LEASE_MS = 200
@@ -62,7 +62,7 @@ async def test_a_session_that_ends_takes_its_pulls_with_it_before_the_next_begin
     async with two_peers(
         source={"transports": (transport,), **held},
         transports=(transport,),
-        after_copy=gate if transport == SHM else lambda layer: None,
+        after_copy=gate if transport == SHM else None,
     ) as (source, target):
         await source.compute()
         await target.client.run(target.plan_of(target.pull_from(source)))
@@ -183,16 +183,14 @@ async def test_a_source_that_is_not_there_fails_the_pull_by_name() -> None:
 
 @pytest.mark.parametrize("layer", [0, 2])
 async def test_a_damaged_chunk_fails_the_pull(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(first_unit: int, first_layer: int, data: Bytes) -> pb.PullPart:
-        part = encode_chunk(first_unit, first_layer, data)
-        if first_layer == layer:
-            raw = bytearray(part.chunk.data)
-            raw[100] ^= 1
-            part.chunk.data = bytes(raw)
-        return part
+    def damaged(units: range, layers: range, pieces: Sequence[Bytes]) -> bytes:
+        part = bytearray(encode_chunk(units, layers, pieces))
+        if layer in layers:
+            part[-100] ^= 1
+        return bytes(part)
 
     monkeypatch.setattr("gpu_worker.transfer.source.encode_chunk", damaged)
-    async with two_peers(transports=(GRPC,)) as (source, target):
+    async with two_peers(source={"chunk_bytes": LAYER_BYTES}, transports=(GRPC,)) as (source, target):
         await source.compute()
         [report] = await target.pull(target.pull_from(source))
         assert (report.num_units, report.failure) == (0, f"chunk: checksum of layer {layer}, unit 0 is wrong")

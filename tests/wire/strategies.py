@@ -34,6 +34,7 @@ from wire.plan import (
     Residents,
     Role,
     SequenceStart,
+    SharedTier,
     StepPlan,
     StepReport,
     StepTiming,
@@ -244,6 +245,7 @@ worker_infos = st.builds(
     host_id=text,
     min_prompt_tokens=u32,
     max_prompt_tokens=u32,
+    shared_tier=st.none() | st.builds(SharedTier, layout=st.text(min_size=1, max_size=12), max_units=u64, ttl_ms=u64),
 )
 page_units = st.builds(PageUnits, page_id=u32, unit_hashes=unit_hashes)
 tier_units = st.builds(TierUnits, tier=st.sampled_from(LOWER_TIERS), stored=unit_hashes, dropped=unit_hashes)

@@ -57,6 +57,8 @@ def test_a_pull_report_survives_the_trip(sent: PullReport) -> None:
 def test_an_unknown_role_or_tier_is_refused() -> None:
     with pytest.raises(EntryMalformed, match="role 'boss', not one of prefill, decode, both"):
         worker_codec.decode_hello(worker_pb2.Hello(role="boss"))
+    with pytest.raises(EntryMalformed, match="layout"):
+        worker_codec.decode_hello(worker_pb2.Hello(role="both", shared_tier=worker_pb2.SharedTier(max_units=1)))
     with pytest.raises(EntryMalformed, match="tier 'device', not one of host, disk, redis"):
         worker_codec.decode_tier_units(worker_pb2.TierUnits(tier="device"))
 

@@ -10,6 +10,7 @@ from gpu_worker.executor import Executor
 from gpu_worker.server import WorkerService, bind_server, serving
 from gpu_worker.server.session import WorkerIdentity
 from gpu_worker.telemetry import StepTelemetry
+from gpu_worker.transfer.messages import CHUNK_BYTES
 from gpu_worker.transfer.plane import open_plane
 from gpu_worker.transfer.port import LowerTiers
 from gpu_worker.transfer.transports import GRPC, SHM
@@ -18,6 +19,9 @@ from observability.metrics import WorkerMetrics
 from observability.tracing import NullTracer, Tracer
 from tests.worker.fake_runner import FakeRunner
 from wire.ids import Epoch, WorkerId
+
+LAYER_BYTES = 2048
+"""One layer, K and V, of eight of the fake runner's units."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ async def running_worker(
     tracer: Tracer | None = None,
     tiers: LowerTiers | None = None,
     transports: Sequence[str] = (SHM, GRPC),
-    after_copy: Callable[[int], None] = lambda layer: None,
-    after_read: Callable[[int], None] = lambda layer: None,
+    after_copy: Callable[[int], None] | None = None,
+    after_read: Callable[[int], None] | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> AsyncIterator[FakeWorker]:
     """A worker that schedulers may attach to. Leaving the block is its clean shutdown.
 
@@ -70,6 +75,6 @@ async def running_worker(
             runner, StepTelemetry(metrics, tracer), epoch=Epoch(epoch), puller=plane.puller, tiers=tiers
         )
         service = WorkerService(executor, identity, tracer)
-        source = plane.source(executor, after_read=after_read)
+        source = plane.source(executor, after_read=after_read, chunk_bytes=chunk_bytes)
         async with executor, source, serving(server, service, source):
             yield FakeWorker(identity.worker_id, identity.advertise_address, runner, executor, service, metrics)

@@ -9,15 +9,12 @@
 #pragma once
 
 #include "norm_rope.h"
+#include "softmax.h"
 #include "team.h"
-#include "tile.h"
 
 constexpr int64_t BLOCK = 128;      // positions whose scores are held at once
-constexpr int64_t KEYS_AHEAD = 64;  // positions between the keys asked for and those that are read
 constexpr int64_t SPLIT = 512;      // positions of one work item; gpu_worker/attention/cpu_backend.py has it too
-constexpr int64_t ITEM_ROWS = 64;   // query rows (a query times a head) that share a block's K and V
 constexpr int64_t MAX_HEAD_DIM = 256;
-constexpr float NOTHING = -__builtin_inff();  // maximum of a row that has seen no key
 
 // A run of up to a few queries of one sequence, consecutive positions. Mirrors the rows of the `tiles` argument.
 struct QueryTile {
@@ -28,7 +25,7 @@ struct Shape : HeadShape {
   int64_t page_size, window;  // window 0: all
   int64_t group() const { return heads / kv_heads; }
   int64_t token_stride() const { return kv_heads * head_dim; }
-  int64_t partial_size() const { return head_dim + COLUMNS; }  // output, maximum, sum of weights, padding
+  int64_t partial_size() const { return head_dim + 2 * COLUMNS; }  // output, then as weigh()'s state
   int64_t first_seen(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
 };
 
@@ -54,135 +51,163 @@ static inline void transpose(const float* tokens, int64_t stride, int64_t count,
   }
 }
 
-// Asks for the heads of 16 tokens that will be read soon. Some may be beyond the last: nothing comes of it.
+// Asks for the heads of 16 tokens of the next block, into the second cache: a block fills the first. Some may be beyond
+// the last token: nothing comes of it.
 static inline void fetch(const float* tokens, int64_t stride, int64_t head_dim) {
   for (int64_t t = 0; t < COLUMNS; ++t)
-    for (int64_t d = 0; d < head_dim; d += COLUMNS) __builtin_prefetch(tokens + t * stride + d);
+    for (int64_t d = 0; d < head_dim; d += COLUMNS) __builtin_prefetch(tokens + t * stride + d, 0, 2);
 }
 
-// Softmax weights of one row in place, [from, to) of scores [BLOCK] seen; 0 for the others of [0, padded).
-// Updates the row's maximum and sum; returns the factor by which what it had so far shrinks.
-static inline float weigh(float* scores, int64_t from, int64_t to, int64_t padded, float& maximum, float& total) {
-  if (from >= to) {
-    for (int64_t i = 0; i < padded; ++i) scores[i] = 0.0f;
-    return 1.0f;
+// One tile's work on one split, for one KV head. A row is query * group + head of the group.
+struct Item {
+  const Shape& shape;
+  const float* q;  // of the group's first head, in the tile's first row
+  int64_t q_stride;
+  float scale;
+  const float *keys, *values;  // of the KV head, in slot 0
+  const int64_t* table;
+  int64_t first_position, num_queries;
+  float* partials;  // [rows][partial_size]
+
+  int64_t rows() const { return num_queries * shape.group(); }
+  // The same of the n-th KV head after this one.
+  Item ahead(int64_t n) const {
+    const int64_t dim = shape.head_dim;
+    return {shape, q + n * shape.group() * dim, q_stride, scale, keys + n * dim, values + n * dim,
+            table, first_position, num_queries, partials + n * rows() * shape.partial_size()};
   }
-  for (int64_t i = 0; i < from; ++i) scores[i] = NOTHING;
-  for (int64_t i = to; i < padded; ++i) scores[i] = NOTHING;
-  vec maxima = broadcast(maximum);
-  for (int64_t i = 0; i < padded; i += LANES) {
-    const vec s = load(scores + i);
-    maxima = s > maxima ? s : maxima;
+  int64_t last() const { return first_position + num_queries - 1; }
+};
+
+// Up to BLOCK positions, as far as the item's last, and where the first of each 16 lies, counted in floats from slot 0.
+struct Block {
+  int64_t first, count, places[BLOCK / COLUMNS];
+
+  Block(const Item& item, int64_t first)
+      : first(first), count(item.last() + 1 - first < BLOCK ? item.last() + 1 - first : BLOCK) {
+    const int64_t page_size = item.shape.page_size;
+    for (int64_t at = 0; at < count; at += COLUMNS) {
+      const int64_t position = first + at;
+      const int64_t slot = item.table[position / page_size] * page_size + position % page_size;
+      places[at / COLUMNS] = slot * item.shape.token_stride();
+    }
   }
-  const float new_maximum = highest(maxima);
-  for (int64_t i = 0; i < padded; i += LANES) store(scores + i, exp(load(scores + i) - new_maximum));
-  for (int64_t i = 0; i < from; ++i) scores[i] = 0.0f;
-  for (int64_t i = to; i < padded; ++i) scores[i] = 0.0f;
-  vec weights{};
-  for (int64_t i = 0; i < padded; i += LANES) weights += load(scores + i);
-  const float shrink = exp(maximum - new_maximum);
-  maximum = new_maximum;
-  total = total * shrink + sum(weights);
-  return shrink;
+  // Positions from `at` on, a multiple of 16, that lie one after the other, up to `end`.
+  int64_t run(int64_t at, int64_t end, int64_t token_stride) const {
+    int64_t next = at + COLUMNS;
+    while (next < end && places[next / COLUMNS] == places[at / COLUMNS] + (next - at) * token_stride) next += COLUMNS;
+    return (next < end ? next : end) - at;
+  }
+};
+
+// R rows from `row` on and a block, whose keys are in columns [count / 16][head_dim][16].
+template <int R>
+static void attend_block(const Item& item, int64_t row, const Block& block, const float* key_columns) {
+  alignas(64) float queries[R * MAX_HEAD_DIM], scores[R * BLOCK], shrink[COLUMNS];
+  const Shape& shape = item.shape;
+  const int64_t dim = shape.head_dim, group = shape.group(), size = shape.partial_size();
+  const int64_t first = item.first_position + row / group, last = item.first_position + (row + R - 1) / group;
+  // [begin, end) of the block: what any of these rows sees
+  const int64_t unseen = shape.first_seen(first) - block.first, begin = unseen > 0 ? unseen / COLUMNS * COLUMNS : 0;
+  const int64_t end = last + 1 - block.first < block.count ? last + 1 - block.first : block.count;
+  const int64_t padded = (end + COLUMNS - 1) / COLUMNS * COLUMNS;
+  if (begin >= end) return;
+  int64_t query = row / group, head = row % group;
+  int64_t positions[R];
+  for (int r = 0; r < R; ++r) {
+    const float* from = item.q + query * item.q_stride + head * dim;
+    for (int64_t d = 0; d < dim; ++d) queries[r * MAX_HEAD_DIM + d] = from[d] * item.scale;
+    positions[r] = item.first_position + query;
+    if (++head == group) head = 0, ++query;
+  }
+  for_panels<R>(begin / COLUMNS, padded / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+    constexpr int P = decltype(panels)::value;
+    Floats columns[P];
+    for (int p = 0; p < P; ++p) columns[p] = {key_columns + (panel + p) * COLUMNS * dim};
+    Tile<R, P> product;
+    product.clear();
+    product.multiply(queries, MAX_HEAD_DIM, columns, dim);
+    product.write(scores + panel * COLUMNS, BLOCK);
+  });
+  for (int r = 0; r < R; ++r) {
+    for (int64_t i = begin; i < shape.first_seen(positions[r]) - block.first; ++i) scores[r * BLOCK + i] = HIDDEN;
+    for (int64_t i = positions[r] + 1 - block.first; i < padded; ++i) scores[r * BLOCK + i] = HIDDEN;
+  }
+  float* partials = item.partials + row * size;
+  weigh<R>(scores, BLOCK, begin, padded, partials + dim, size, shrink);
+  for_panels<R>(0, dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+    constexpr int P = decltype(panels)::value;
+    Tile<R, P> product;
+    product.read(partials + panel * COLUMNS, size);
+    for (int p = 0; p < P; ++p)
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < VECS; ++v) product.sums[p][r][v] *= shrink[r];
+    for (int64_t at = begin, run; at < end; at += run) {
+      run = block.run(at, end, shape.token_stride());
+      const float* values = item.values + block.places[at / COLUMNS];
+      Floats columns[P];
+      for (int p = 0; p < P; ++p) columns[p] = {values + (panel + p) * COLUMNS, shape.token_stride()};
+      product.multiply(scores + at, BLOCK, columns, run);
+    }
+    product.write(partials + panel * COLUMNS, size);
+  });
 }
 
-// Rows [begin, end) of one tile and KV head over one split. A row is query * group + head of the group.
-static void attend_split(const float* q, int64_t q_stride, const float* keys, const float* values, float* partials,
-                         const QueryTile& tile, const int64_t* table, const Shape& shape, int64_t kv_head,
-                         int64_t split, int64_t begin, int64_t end, float scale) {
-  alignas(64) float queries[ITEM_ROWS * MAX_HEAD_DIM], scores[ITEM_ROWS * BLOCK], key_columns[MAX_HEAD_DIM * BLOCK];
-  const int64_t group = shape.group(), dim = shape.head_dim, rows = end - begin, size = shape.partial_size();
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t query = (begin + r) / group, head = kv_head * group + (begin + r) % group;
-    const float* from = q + (tile.first_row + query) * q_stride + head * dim;
-    for (int64_t d = 0; d < dim; ++d) queries[r * dim + d] = from[d] * scale;
-    float* partial = partials + r * size;
-    for (int64_t d = 0; d < dim; ++d) partial[d] = 0.0f;
-    partial[dim] = NOTHING;
-    partial[dim + 1] = 0.0f;
+// One split for the item's KV head and those after it, kv_heads in all: block by block, so that memory is read in order.
+static void attend_split(const Item& item, int64_t kv_heads, int64_t split) {
+  alignas(64) float key_columns[MAX_HEAD_DIM * BLOCK];
+  const Shape& shape = item.shape;
+  const int64_t dim = shape.head_dim, rows = item.rows(), size = shape.partial_size();
+  for (int64_t r = 0; r < kv_heads * rows; ++r) {
+    float* partial = item.partials + r * size;
+    for (int64_t i = 0; i < size; ++i) partial[i] = 0.0f;
+    partial[dim + COLUMNS] = NOTHING_YET;
   }
   // [first seen by any row, last seen by any row] of this split, whole blocks
-  const int64_t first = shape.first_seen(tile.first_position + begin / group);
-  const int64_t last = tile.first_position + (end - 1) / group;
-  const int64_t split_end = (split + 1) * SPLIT <= last ? (split + 1) * SPLIT : last + 1;
-  int64_t block = split * SPLIT;
-  if (first > block) block = first / BLOCK * BLOCK;
-  for (; block < split_end; block += BLOCK) {
-    const int64_t count = split_end - block < BLOCK ? split_end - block : BLOCK;
-    const auto slot = [&](int64_t at) {  // of the token `at` positions into the block
-      const int64_t position = block + at;
-      const int64_t page = table[position / shape.page_size];
-      return (page * shape.page_size + position % shape.page_size) * shape.token_stride() + kv_head * dim;
-    };
-    for (int64_t at = 0; at < count; at += COLUMNS) {
-      if (rows <= TILE_ROWS) {  // too little work to hide where K and V come from
-        if (block + at + KEYS_AHEAD < split_end) fetch(keys + slot(at + KEYS_AHEAD), shape.token_stride(), dim);
-        fetch(values + slot(at), shape.token_stride(), dim);
+  const int64_t first = shape.first_seen(item.first_position), last = item.last();
+  const int64_t begin = first > split * SPLIT ? first / BLOCK * BLOCK : split * SPLIT;
+  const int64_t end = (split + 1) * SPLIT <= last ? (split + 1) * SPLIT : last + 1;
+  for (Block block(item, begin); block.first < end;) {
+    const Block next(item, block.first + BLOCK);  // perhaps another split's, of this thread or none
+    for (int64_t n = 0; n < kv_heads; ++n) {
+      const Item head = item.ahead(n);
+      for (int64_t at = 0; at < block.count; at += COLUMNS) {
+        if (at < next.count) {
+          fetch(head.keys + next.places[at / COLUMNS], shape.token_stride(), dim);
+          fetch(head.values + next.places[at / COLUMNS], shape.token_stride(), dim);
+        }
+        const float* keys = head.keys + block.places[at / COLUMNS];
+        transpose(keys, shape.token_stride(), block.count - at, dim, key_columns + at * dim);
       }
-      transpose(keys + slot(at), shape.token_stride(), count - at, dim, key_columns + at * dim);
-    }
-    for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
-      constexpr int R = decltype(tile_rows)::value;
-      for_panels<R>(0, (count + COLUMNS - 1) / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
-        constexpr int P = decltype(panels)::value;
-        Floats columns[P];
-        for (int p = 0; p < P; ++p) columns[p] = {key_columns + (panel + p) * COLUMNS * dim};
-        Tile<R, P> product;
-        product.clear();
-        product.multiply(queries + row * dim, dim, columns, dim);
-        product.write(scores + row * BLOCK + panel * COLUMNS, BLOCK);
-      });
-    });
-    const int64_t padded = (count + COLUMNS - 1) / COLUMNS * COLUMNS;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t position = tile.first_position + (begin + r) / group;
-      const int64_t from = shape.first_seen(position) - block, to = position + 1 - block;
-      float* partial = partials + r * size;
-      const float shrink = weigh(scores + r * BLOCK, from > 0 ? from : 0, to < count ? to : count, padded,
-                                 partial[dim], partial[dim + 1]);
-      for (int64_t d = 0; d < dim; ++d) partial[d] *= shrink;
-    }
-    for (int64_t at = 0; at < count;) {  // as far as tokens lie in one page
-      const int64_t left_in_page = shape.page_size - (block + at) % shape.page_size;
-      const int64_t run = left_in_page < count - at ? left_in_page : count - at;
-      const float* run_values = values + slot(at);
       for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
-        constexpr int R = decltype(tile_rows)::value;
-        for_panels<R>(0, dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
-          constexpr int P = decltype(panels)::value;
-          Floats columns[P];
-          for (int p = 0; p < P; ++p) columns[p] = {run_values + (panel + p) * COLUMNS, shape.token_stride()};
-          Tile<R, P> product;
-          product.read(partials + row * size + panel * COLUMNS, size);
-          product.multiply(scores + row * BLOCK + at, BLOCK, columns, run);
-          product.write(partials + row * size + panel * COLUMNS, size);
-        });
+        attend_block<decltype(tile_rows)::value>(head, row, block, key_columns);
       });
-      at += run;
     }
+    block = next;
   }
 }
 
 // One row's splits, [stride] apart, merged in order and normalized into out [head_dim].
-static inline void merge(const float* partial, int64_t stride, int64_t first, int64_t last, int64_t dim, float* out) {
-  float maximum = NOTHING, total = 0.0f;
+static inline void merge(const float* partials, int64_t stride, int64_t first, int64_t last, int64_t dim, float* out) {
+  float maximum = NOTHING_YET;
+  for (int64_t split = first; split <= last; ++split) {
+    const float part = partials[split * stride + dim + COLUMNS];
+    maximum = part > maximum ? part : maximum;
+  }
+  vec sums{};
   for (int64_t d = 0; d < dim; ++d) out[d] = 0.0f;
   for (int64_t split = first; split <= last; ++split) {
-    const float* part = partial + split * stride;
-    const float part_maximum = part[dim], part_total = part[dim + 1];
-    if (part_total == 0.0f) continue;  // saw nothing there
-    const float new_maximum = part_maximum > maximum ? part_maximum : maximum;
-    const float old_scale = total == 0.0f ? 0.0f : exp(maximum - new_maximum);
-    const float part_scale = exp(part_maximum - new_maximum);
-    for (int64_t d = 0; d < dim; ++d) out[d] = out[d] * old_scale + part[d] * part_scale;
-    total = total * old_scale + part_total * part_scale;
-    maximum = new_maximum;
+    const float* part = partials + split * stride;
+    const vec scale = exp2(broadcast(part[dim + COLUMNS] - maximum));
+    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(out + d) + load(part + d) * scale);
+    sums += load(part + dim) * scale;
   }
-  for (int64_t d = 0; d < dim; ++d) out[d] /= total;
+  const float total = sum(sums);
+  for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(out + d) / total);
 }
 
 // How a step's tokens attend. tiles: [num_tiles]; items: [num_items][2], tile and split, every pair up to the tile's last
-// position. tables: page ids, a sequence's from its tiles' table_at on. partials: scratch of [head_dim + 16] for every
+// position. tables: page ids, a sequence's from its tiles' table_at on. partials: scratch of [head_dim + 32] for every
 // query, head and split, a tile's from its partial_at on. Mirrored by gpu_worker/kernels/library.py.
 struct AttentionPlan {
   const QueryTile* tiles;
@@ -198,19 +223,19 @@ struct AttentionPlan {
 static inline void attend(Team& team, const float* q, int64_t q_stride, const float* keys, const float* values,
                           float* out, const AttentionPlan& plan, const Shape& shape, float scale) {
   const int64_t size = shape.partial_size(), group = shape.group(), kv_heads = shape.kv_heads, heads = shape.heads;
+  const int64_t dim = shape.head_dim;
   team.share(plan.num_items * kv_heads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
+    for (int64_t i = first, count; i < last; i += count) {
       const int64_t* item = plan.items + i / kv_heads * 2;
       const QueryTile& tile = plan.tiles[item[0]];
       const int64_t kv_head = i % kv_heads, split = item[1], rows = tile.num_queries * group;
+      count = kv_heads - kv_head < last - i ? kv_heads - kv_head : last - i;
       if ((split + 1) * SPLIT <= shape.first_seen(tile.first_position)) continue;  // behind every row's window
       // a tile's partials: [splits][kv_heads][rows][size]
-      float* to = plan.partials + (tile.partial_at * heads + (split * kv_heads + kv_head) * rows) * size;
-      for (int64_t begin = 0; begin < rows; begin += ITEM_ROWS) {
-        const int64_t end = rows - begin < ITEM_ROWS ? rows : begin + ITEM_ROWS;
-        attend_split(q, q_stride, keys, values, to + begin * size, tile, plan.tables + tile.table_at, shape, kv_head,
-                     split, begin, end, scale);
-      }
+      float* partials = plan.partials + (tile.partial_at * heads + (split * kv_heads + kv_head) * rows) * size;
+      attend_split({shape, q + tile.first_row * q_stride + kv_head * group * dim, q_stride, scale, keys + kv_head * dim,
+                    values + kv_head * dim, plan.tables + tile.table_at, tile.first_position, tile.num_queries, partials},
+                   count, split);
     }
   });
   team.share(plan.num_tiles * heads, [&](int64_t first, int64_t last) {
@@ -220,8 +245,8 @@ static inline void attend(Team& team, const float* q, int64_t q_stride, const fl
       for (int64_t query = 0; query < tile.num_queries; ++query) {
         const int64_t position = tile.first_position + query, row = query * group + head % group;
         merge(plan.partials + (tile.partial_at * heads + kv_head * rows + row) * size, kv_heads * rows * size,
-              shape.first_seen(position) / SPLIT, position / SPLIT, shape.head_dim,
-              out + ((tile.first_row + query) * heads + head) * shape.head_dim);
+              shape.first_seen(position) / SPLIT, position / SPLIT, dim,
+              out + ((tile.first_row + query) * heads + head) * dim);
       }
     }
   });

@@ -20,6 +20,7 @@
 
 namespace JOIN(kernels, ISA) {
 
+#include "copy.h"
 #include "decoder.h"
 
 // A whole step: what a worker runs.
@@ -66,6 +67,11 @@ KERNEL(attend)(const float* q, int64_t q_stride, const float* keys, const float*
   with_team(threads, [&](Team& team, int64_t) {
     attend(team, q, q_stride, keys, values, out, *plan, shape, 1.0f / __builtin_sqrtf(head_dim));
   });
+}
+
+// KV out of another pool, in the calling thread: runs as of copy_runs.
+KERNEL(copy_runs)(char* to, const char* from, const int64_t* runs, int64_t num_runs) {
+  copy_runs(to, from, runs, num_runs);
 }
 
 }  // namespace

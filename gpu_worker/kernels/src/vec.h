@@ -34,6 +34,7 @@ static inline ivec widen(bytes values) { return reinterpret_cast<ivec>(_mm256_cv
 static inline ivec widen(halves values) { return __builtin_convertvector(values, ivec); }
 static inline ivec widen(bytes values) { return __builtin_convertvector(values, ivec); }
 #endif
+static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 static inline vec broadcast(float value) { return value - vec{}; }
 
 // A bfloat16 is the upper half of a float.
