@@ -197,7 +197,7 @@ class BatchingConfig:
 
     step_token_budget: int = env(
         "STEP_TOKEN_BUDGET",
-        128,
+        256,
         "Tokens one step may process at most, whatever the ITL target; GPUs want 2048 or more.",
         minimum=2,
     )
@@ -211,7 +211,7 @@ class BatchingConfig:
     max_running: int | None = env(
         "MAX_RUNNING",
         None,
-        "Sequences a worker runs at once; default: the step budget less one minimum chunk. More than fit take turns.",
+        "Sequences a worker runs at once; default: half the step budget. More than fit take turns.",
         minimum=1,
     )
     max_lease_steps: int = env("MAX_LEASE_STEPS", 16, "Steps a worker may repeat one plan.", minimum=1)

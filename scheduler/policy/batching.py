@@ -1,6 +1,7 @@
 """What a worker runs next: decodes first, then prefill chunks up to the step's token budget. Pure.
 
     one step   | decode | decode | … | chunk of A ……… | chunk of B … |   ≤ step_token_budget tokens, ≤ itl_target_ms
+    without decodes | chunk of A …………………… | …           ≤ step_token_budget tokens, ≤ 2 itl_target_ms
 
 More decodes than the budget holds take turns, step by step, beside one minimum chunk where there is prefill to do.
 A worker repeats a plan's decodes by itself for up to max_lease_steps, so a plan is sent only when it differs from
@@ -25,6 +26,9 @@ from wire.config import BatchingConfig
 from wire.ids import UNIT_TOKENS, Fence, PageId, PlanId, SeqId, UnitHash
 from wire.plan import Child, Decode, PageGrant, PrefillChunk, SequenceStart, StepPlan
 
+PREFILL_ONLY_TARGETS = 2.0
+"""ITL targets that a step may take in which nothing decodes: it delays no token, only a cancel or a newcomer, and
+larger chunks read the weights less often."""
 MAX_JOINED = 8
 """Plans that join one: more wait for its report."""
 
@@ -172,11 +176,14 @@ class PlanBuilder:
         for chunk in before:
             work.add_chunk(chunk.start_pos, chunk.num_tokens)
         has_chunk = {chunk.seq_id for chunk in before}
+        target_us = self._target_us
+        if target_us is not None and not num_decodes:
+            target_us *= PREFILL_ONLY_TARGETS
         for seq in worker.prefilling.values():
             left = seq.prefill_end - seq.num_dispatched
             count = min(left, budget)
-            if self._target_us is not None:
-                fits = worker.step_time.chunk_that_fits(work, seq.num_dispatched, self._target_us)
+            if target_us is not None:
+                fits = worker.step_time.chunk_that_fits(work, seq.num_dispatched, target_us)
                 # The first chunk is never smaller than the minimum: prefill does not wait for an easier target.
                 count = min(count, fits if chunks or before else max(fits, self._min_chunk))
             if count < min(left, self._min_chunk) or seq.seq_id in has_chunk:

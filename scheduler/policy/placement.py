@@ -76,10 +76,10 @@ def min_chunk_tokens(config: BatchingConfig) -> int:
 
 
 def max_running(config: BatchingConfig) -> int:
-    """Sequences a worker may run; unless configured, each may decode in every step, beside one minimum chunk."""
+    """Sequences a worker may run; unless configured, the other half of every step is left to prefill."""
     if config.max_running is not None:
         return config.max_running
-    return config.step_token_budget - min_chunk_tokens(config)
+    return max(1, config.step_token_budget // 2)
 
 
 def fits_ever(seq: Sequence, worker: WorkerView) -> bool:
