@@ -130,8 +130,10 @@ static void attend_block(const Item& item, int64_t row, const Block& block, cons
     product.write(scores + panel * COLUMNS, BLOCK);
   });
   for (int r = 0; r < R; ++r) {
-    for (int64_t i = begin; i < shape.first_seen(positions[r]) - block.first; ++i) scores[r * BLOCK + i] = HIDDEN;
-    for (int64_t i = positions[r] + 1 - block.first; i < padded; ++i) scores[r * BLOCK + i] = HIDDEN;
+    // the row itself sees [from, to), perhaps nothing of this block
+    const int64_t from = shape.first_seen(positions[r]) - block.first, to = positions[r] + 1 - block.first;
+    for (int64_t i = begin; i < from && i < padded; ++i) scores[r * BLOCK + i] = HIDDEN;
+    for (int64_t i = to > begin ? to : begin; i < padded; ++i) scores[r * BLOCK + i] = HIDDEN;
   }
   float* partials = item.partials + row * size;
   weigh<R>(scores, BLOCK, begin, padded, partials + dim, size, shrink);
