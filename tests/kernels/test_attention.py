@@ -80,6 +80,21 @@ def test_attention_equals_float64(
         torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("group", [1, 2])
+def test_rows_of_one_tile_on_both_sides_of_a_block(kernels: Kernels, group: int, window: int | None) -> None:
+    """Those before it see nothing of the block that those behind it see."""
+    torch.manual_seed(0)
+    lengths = [129, 150, 190, 257, 513]
+    paged = Paged.random(lengths, 16, 2, 16)
+    for num_queries in (20, 60, 64, 100):
+        queries = [torch.randn(num_queries, 2 * group, 16) for _ in lengths]
+        results = paged.attend(kernels, queries, lengths, list(range(len(lengths))), window)
+        for i, result in enumerate(results):
+            wanted = expected(queries[i], paged.keys[i], paged.values[i], window)
+            torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 24, 600])
 def test_a_query_is_bitwise_the_same_alone_batched_chunked_and_paged_otherwise(
     kernels: Kernels, window: int | None
