@@ -40,8 +40,12 @@ class AskServer:
         self._answer = answer
         self.name = f"phasemesh-kv-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen()
+        try:
+            self._listener.bind(f"\0{self.name}")
+            self._listener.listen()
+        except OSError:
+            self._listener.close()
+            raise
         self._listener.setblocking(False)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="kv-asks", daemon=True)
@@ -114,12 +118,14 @@ class Neighbours:
 
     def ask(self, pull: Pull, request: bytes) -> bytes | None:
         """Its offer; None: it is to be asked by gRPC. Raises PullOver when the pull was ended meanwhile."""
+        if len(request) > MAX_MESSAGE_BYTES:
+            return None
         address = pull.request.source_address
         with self._lock:
             name = self._names.get(address)
             idle = self._idle.get(address)
             connection = idle.pop() if idle else None
-        if name is None or len(request) > MAX_MESSAGE_BYTES:
+        if name is None:
             return None
         try:
             connection = connection or _connect(name)
@@ -135,6 +141,8 @@ class Neighbours:
         with self._lock:
             if self._names.get(address) == name:
                 self._idle.setdefault(address, []).append(connection)
+            else:
+                connection.close()
         return reply[1:] if reply[:1] == _ANSWER else None
 
     def close(self) -> None:

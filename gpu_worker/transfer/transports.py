@@ -16,7 +16,8 @@ TRANSPORTS = (SHM, NIXL, GRPC)
 
 _STRONGLY_ORDERED = ("x86_64", "AMD64", "i686")
 """Where a core's loads are seen in order, and so are another's stores: pages, then generations, without a fence of our
-own. Elsewhere units go by gRPC, whose source looks at its generations under its own lock."""
+own but for the streamed stores of kernels/src/copy.h. Elsewhere units go by gRPC, whose source looks at its generations
+under its own lock."""
 
 
 class MemoryReader(Protocol):

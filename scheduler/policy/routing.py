@@ -12,6 +12,7 @@ disturbs, or on a prefill worker and from there by handoff (handoff.py).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Container
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -176,13 +177,17 @@ class Router:
         """How far each gets by itself: of a chain the tail goes to Redis first, so the head may lie in one tier and the
         rest in the other."""
         reach = dict(held)
+        gaps: dict[str, list[int]] = {}  # by layout, the units that are not in Redis: many workers have the same one
         for worker in workers:
-            shared = self._shared.readable_by(worker.info)
-            if not shared:
+            if worker.info.shared_tier is None:
                 continue
-            end = before = held.get(worker.worker_id, 0)
-            while end < len(chain) and (chain[end] in shared or self._is_below(worker, chain[end])):
-                end += 1
+            layout = worker.info.shared_tier.layout
+            if layout not in gaps:
+                shared = self._shared.readable_by(worker.info)
+                gaps[layout] = [n for n, unit_hash in enumerate(chain) if unit_hash not in shared]
+            before = held.get(worker.worker_id, 0)
+            behind = gaps[layout][bisect_left(gaps[layout], before) :]
+            end = next((gap for gap in behind if not self._is_below(worker, chain[gap])), len(chain))
             if end > before:
                 reach[worker.worker_id] = end
         return reach

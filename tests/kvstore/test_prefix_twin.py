@@ -9,17 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.prefix_twin import PrefixTwin, TierPrefix
+from kvstore.prefix_twin import STRETCH_UNITS, PrefixTwin, TierPrefix
 from wire.ids import UnitHash, WorkerId
 from wire.plan import LOWER_TIERS, Tier
 
 UNITS = [UnitHash(bytes([i]) * 32) for i in range(12)]
 WORKERS = [WorkerId(f"w{i}") for i in range(5)]
+CHAIN_UNITS = 2 * STRETCH_UNITS + 100
+"""Of a chain that is looked up in three stretches."""
 
 workers = st.sampled_from(WORKERS)
 units = st.sampled_from(UNITS)
 tiers = st.sampled_from(Tier)
-lengths = st.integers(0, 300)
+lengths = st.integers(0, STRETCH_UNITS)
 
 
 class NaiveIndex:
@@ -145,15 +147,15 @@ def test_a_long_chain_is_cut_where_each_worker_s_prefix_ends(
     prefixes: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
     """(units on the device, then on the host, then on disk) of each worker; the chain is longer than any stretch."""
-    chain = [UnitHash(i.to_bytes(32, "little")) for i in range(300)]
+    chain = [UnitHash(i.to_bytes(32, "little")) for i in range(CHAIN_UNITS)]
     twin = PrefixTwin()
     expected = {}
     for i, lengths_of_worker in enumerate(prefixes):
-        ends = [min(300, end) for end in accumulate(lengths_of_worker)]
+        ends = [min(CHAIN_UNITS, end) for end in accumulate(lengths_of_worker)]
         for begin, end, tier in zip([0, *ends], ends, (Tier.DEVICE, Tier.HOST, Tier.DISK), strict=False):
             twin.add(WorkerId(f"w{i}"), chain[begin:end], tier)
         expected[WorkerId(f"w{i}")] = ends
-    asked = data.draw(lengths)
+    asked = data.draw(st.integers(0, CHAIN_UNITS))
     assert twin.lookup(chain[:asked]) == {
         worker_id: TierPrefix(*(min(asked, end) for end in ends))
         for worker_id, ends in expected.items()

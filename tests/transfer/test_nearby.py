@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
@@ -110,6 +111,37 @@ async def test_a_worker_of_another_user_gets_no_answer(asked: list[int], monkeyp
         for first_page in (0, 20):
             [report] = await target.pull(target.pull_from(source, first_page=first_page))
             assert (report.num_units, report.failure) == (8, None)
+        assert asked == [8, 8]
+
+
+async def test_a_request_that_is_too_long_for_a_message_is_made_by_grpc(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_peers() as (source, target):
+        await source.compute()
+        await target.pull(target.pull_from(source))
+        await target.pull(target.pull_from(source, HASHES[:3], first_page=10))
+        with monkeypatch.context() as short:
+            short.setattr(nearby, "MAX_MESSAGE_BYTES", 100)
+            [report] = await target.pull(target.pull_from(source, first_page=20))
+        assert (report.num_units, report.failure) == (8, None)
+        [report] = await target.pull(target.pull_from(source, first_page=30))
+        assert (report.num_units, report.failure) == (8, None)
+        assert asked == [8, 8]
+
+
+async def test_where_there_are_no_such_sockets_a_neighbour_is_asked_by_grpc(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: socket.socket, address: object) -> None:
+        raise PermissionError("not in this sandbox")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    async with two_peers() as (source, target):
+        await source.compute()
+        for first_page in (0, 20):
+            [report] = await target.pull(target.pull_from(source, first_page=first_page))
+            assert (report.num_units, report.failure, report.transport) == (8, None, SHM)
         assert asked == [8, 8]
 
 
