@@ -141,7 +141,7 @@ class WorkerView:
         if (self.prefilling.pop(seq.seq_id, None) or self.pulling.pop(seq.seq_id, None)) is not None:
             self.queued_prefill_tokens -= seq.prefill_end - seq.num_dispatched
         elif self.parked.pop(seq.seq_id, None) is None:
-            del self.decoding[seq.seq_id]
+            self.decoding.pop(seq.seq_id, None)
             self.renewable.pop(seq.seq_id, None)
             self.urgent.pop(seq.seq_id, None)
 
@@ -167,8 +167,9 @@ class WorkerView:
         return True
 
     def _start_decoding(self, seq: Sequence) -> None:
-        self.decoding[seq.seq_id] = seq
-        self.watch_grant(seq)
+        if seq.prefill_end < seq.max_slots:  # else the token that its last chunk draws is all it may have
+            self.decoding[seq.seq_id] = seq
+            self.watch_grant(seq)
 
     def rotate(self, stepped: Iterable[SeqId]) -> None:
         """These decodes are in a plan that has no room for all: next time the others go first."""

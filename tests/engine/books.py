@@ -38,7 +38,8 @@ def what_is_kept_up_to_date_is_what_a_scan_would_find(engine: Engine) -> None:
         assert worker.pulling.keys() == {s.seq_id for s in running if s.pull is not None}
         assert worker.prefilling.keys() == {s.seq_id for s in running if s.is_prefilling and s.pull is None}
         assert worker.parked.keys() == {s.seq_id for s in running if not s.is_prefilling and s.hands_off}
-        assert worker.decoding.keys() == {s.seq_id for s in running if not s.is_prefilling and not s.hands_off}
+        prefilled = [s for s in running if not s.is_prefilling and not s.hands_off]
+        assert worker.decoding.keys() == {s.seq_id for s in prefilled if s.prefill_end < s.max_slots}
         assert worker.queued_prefill_tokens == sum(s.prefill_end - s.num_dispatched for s in running)
         assert all(s.granted_slots == len(s.pages) * worker.page_size for s in running)
         growing = [s for s in worker.decoding.values() if s.granted_slots < s.max_slots]

@@ -176,3 +176,17 @@ def test_unless_told_otherwise_as_many_run_as_half_the_budget_holds() -> None:
     while len(driver.finished) < 40:
         driver.step()
         assert driver.engine.stats().running <= 8
+
+
+def test_a_prompt_that_asks_for_one_token_is_no_decode() -> None:
+    driver = Driver(pages=600, itl_target_ms=TARGET_MS, min_chunk_tokens=MIN_CHUNK, step_token_budget=400, step_us=slow)
+    for salt in range(4):  # to learn
+        driver.arrive(f"learn{salt}", prompt(PROMPT_TOKENS, salt), 2)
+        driver.run()
+    before = len(driver.worker.steps)
+    for salt in range(4, 8):
+        driver.arrive(f"one{salt}", prompt(PROMPT_TOKENS, salt), 1)
+    driver.run()
+    steps = driver.worker.steps[before:]
+    assert all(work.tokens == work.chunk_tokens for work, _ in steps)
+    assert min(step_us for _, step_us in steps[:-1]) >= 0.75 * 2000 * TARGET_MS, "no step is cut for decodes' sake"
