@@ -11,7 +11,7 @@ why): what changed since the last one is `pending`, until it is enough for a bat
 
 The end of a worker only takes it out of the lookups. Its bits are cleared a few at every later change, and then its
 slot is given out again: clearing 100,000 units at once would hold up the event loop, in the very moment when a dead
-worker's requests must find another one.
+worker's requests must find another one, or when it comes back and says all that it holds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from wire.plan import LOWER_TIERS, Tier
 
 SWEEP_UNITS: Final = 4
 """Units of ended workers cleared for each that changes. More than one, so that the sweep outruns growth."""
+MAX_SWEEP_UNITS: Final = 4096
+"""Cleared by one change, however large, for each worker that ended and is not cleared yet: so what is left to clear
+stays bounded even where one comes back again and again and nothing else changes."""
 FEW_UNITS: Final = 192
 """Chain units × workers that hold its first one, up to which these are asked one by one."""
 STRETCH_UNITS: Final = 512
@@ -123,7 +126,8 @@ class PrefixTwin:
         self._pending_units: set[UnitHash] = set()
 
     def add(self, worker_id: WorkerId, unit_hashes: Iterable[UnitHash], tier: Tier) -> None:
-        """The worker holds these units there. Idempotent."""
+        """The worker holds these units there. Idempotent. O(units): 100,000 hold up the caller for a tenth
+        of a second."""
         holder = self._holders.get(worker_id) or self._begin(worker_id)
         tiers, bit = holder.tiers, _TIER_BITS[tier]
         changed = []
@@ -269,9 +273,10 @@ class PrefixTwin:
         return holder
 
     def _sweep(self, num_changes: int) -> None:
-        """Clear SWEEP_UNITS of a worker that ended for each change; its slot is free when none is left."""
+        """Clear SWEEP_UNITS of a worker that ended for each change, within bounds. Its slot is free with the last."""
         holder = self._ended[-1]
-        units = [holder.tiers.popitem()[0] for _ in range(min(SWEEP_UNITS * num_changes, len(holder.tiers)))]
+        num_swept = min(SWEEP_UNITS * num_changes, MAX_SWEEP_UNITS * len(self._ended), len(holder.tiers))
+        units = [holder.tiers.popitem()[0] for _ in range(num_swept)]
         self._put_off(holder, units)
         if not holder.tiers:
             self._settle()  # else its slot had two holders
