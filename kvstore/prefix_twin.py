@@ -249,8 +249,7 @@ class PrefixTwin:
 
     def _settle(self) -> None:
         """Nothing is pending any more. What is put is what the holders hold now, however often it changed."""
-        pending, self._pending, self._num_pending = self._pending, [], 0
-        self._pending_units = set()
+        pending = self._pending
         lengths = [len(units) for _, units in pending]
         units = list(joined.from_iterable(units for _, units in pending))
         bits = joined.from_iterable(map(holder.tiers.get, units, repeat(0)) for holder, units in pending)
@@ -260,6 +259,8 @@ class PrefixTwin:
         for i in range(0, len(units), PUT_UNITS):
             part = slice(i, i + PUT_UNITS)
             self._masks.put(units[part], columns[part], np.uint64(_SLOT) << shifts[part], levels[part] << shifts[part])
+        self._pending, self._num_pending = [], 0  # only now: without memory they are still to be put
+        self._pending_units = set()
 
     def _begin(self, worker_id: WorkerId) -> _Holder:
         if self._free_slots:
@@ -267,9 +268,10 @@ class PrefixTwin:
         else:
             slot = self._num_slots
             self._num_slots += 1
-        holder = self._holders[worker_id] = _Holder(slot)
+        holder = _Holder(slot)
         if holder.column == self._masks.num_columns:
             self._masks.add_column()
+        self._holders[worker_id] = holder
         return holder
 
     def _sweep(self, num_changes: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import accumulate
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvstore import mask_table
 from kvstore.prefix_twin import MAX_SWEEP_UNITS, STRETCH_UNITS, PrefixTwin, TierPrefix
 from wire.ids import UnitHash, WorkerId
 from wire.plan import LOWER_TIERS, Tier
@@ -166,6 +168,21 @@ def test_a_worker_that_comes_back_again_and_again_without_other_changes_leaves_a
         twin.add(WORKERS[0], hashes, Tier.DEVICE)
         twin.drop_worker(WORKERS[0])
         assert len(twin._ended) <= 4
+
+
+def test_what_did_not_get_into_the_table_for_want_of_memory_gets_there_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(memory: object, num_bytes: int) -> None:
+        raise OSError("no memory")
+
+    twin = PrefixTwin(few_units=0)
+    hashes = [UnitHash(i.to_bytes(32, "little")) for i in range(6000)]
+    with monkeypatch.context() as patched:
+        patched.setattr(mask_table, "_resized", fails)
+        with pytest.raises(OSError, match="no memory"):
+            twin.add(WORKERS[0], hashes, Tier.DEVICE)
+    assert twin.lookup(hashes) == {}
+    twin.add(WORKERS[0], hashes, Tier.DEVICE)
+    assert twin.lookup(hashes) == {WORKERS[0]: TierPrefix(6000, 6000, 6000)}
 
 
 @given(prefixes=st.lists(st.tuples(lengths, lengths, lengths), min_size=1, max_size=20), data=st.data())
