@@ -59,7 +59,6 @@ class MaskTable:
     """
 
     def __init__(self) -> None:
-        self._num_buckets = SPLIT_BUCKETS
         self._num_rows = 1
         self._free_rows = array("I")
         self._overflow: OrderedDict[UnitHash, int] = OrderedDict()
@@ -67,7 +66,7 @@ class MaskTable:
         self._row_of = _Memory("<u4", CELLS)
         self._hashes = _Memory("<u8", _WORDS)
         self._masks: list[_Memory] = []
-        self._fit()
+        self._fit(SPLIT_BUCKETS)
 
     def __len__(self) -> int:
         """Units."""
@@ -84,9 +83,10 @@ class MaskTable:
         return row_bytes * self._num_rows + 2 * _LINE_BYTES * self._num_buckets
 
     def add_column(self) -> None:
-        """64 bits more for every unit."""
-        self._masks.append(_Memory("<u8"))
-        self._fit()
+        """64 bits more for every unit. Raises OSError when there is no memory: then there is none more."""
+        masks = _Memory("<u8")
+        masks.fit(_rows_of(self._num_buckets))
+        self._masks.append(masks)
 
     def get(self, chain: Sequence[UnitHash]) -> list[Masks]:
         """Each column's masks of the chain's units: [len(chain)]; 0 from the first that is not here on."""
@@ -117,7 +117,8 @@ class MaskTable:
     def put(self, units: Sequence[UnitHash], columns: _Places, fields: Masks, values: Masks) -> None:
         """Put `values` into the bits `fields` of the units' masks in these columns. All: [len(units)].
 
-        A field of a unit that is put several times must get the same value each time.
+        A field of a unit that is put several times must get the same value each time. Raises OSError when there is no
+        memory for new units: then nothing was put.
         """
         hashes = _hashes(units)
         rows, cells = np.zeros((2, len(units)), np.intp)
@@ -228,8 +229,7 @@ class MaskTable:
         """SPLIT_BUCKETS more: of as many, the units whose next bit is set move on, each into the same cell."""
         lower, upper = self._num_buckets - self._half, self._num_buckets
         next_bit = np.uint64(self._half)
-        self._num_buckets += SPLIT_BUCKETS
-        self._fit()
+        self._fit(upper + SPLIT_BUCKETS)
         rows = self._row_of.array[lower : lower + SPLIT_BUCKETS]
         moves = self._hashes.array[rows, 0] & next_bit != 0
         for cells in (self._tags.array, self._row_of.array):
@@ -242,13 +242,18 @@ class MaskTable:
             places = np.fromiter(again.values(), np.intp)
             self._place(list(again), self._hashes.array.take(places, 0), places)
 
-    def _fit(self) -> None:
-        """After num_buckets or num_columns grew."""
-        self._half = 1 << (self._num_buckets.bit_length() - 1)
+    def _fit(self, num_buckets: int) -> None:
+        """Have so many, once there is memory for all of them."""
         for memory in (self._tags, self._row_of):
-            memory.fit(self._num_buckets)
+            memory.fit(num_buckets)
         for memory in (self._hashes, *self._masks):
-            memory.fit(MAX_UNITS_PER_BUCKET * self._num_buckets + 1)
+            memory.fit(_rows_of(num_buckets))
+        self._num_buckets = num_buckets
+        self._half = 1 << (num_buckets.bit_length() - 1)
+
+
+def _rows_of(num_buckets: int) -> int:
+    return MAX_UNITS_PER_BUCKET * num_buckets + 1
 
 
 def _hashes(units: Sequence[UnitHash]) -> _Hashes:
@@ -277,13 +282,17 @@ class _Memory:
         self._view(_map(mmap.PAGESIZE))
 
     def fit(self, num_rows: int) -> None:
-        """Have room for as many."""
+        """Have room for as many. Raises OSError when there is no memory: then nothing has changed."""
         num_bytes = size = len(self.bytes)
         while num_bytes < num_rows * self._width * self._dtype.itemsize:
             num_bytes *= 2
         if num_bytes > size:
+            memory = self.bytes
             del self.array, self.items  # memory that is in view cannot move
-            self._view(_resized(self.bytes, num_bytes))
+            try:
+                memory = _resized(memory, num_bytes)
+            finally:
+                self._view(memory)
 
     def _view(self, memory: mmap.mmap) -> None:
         self.bytes = memory

@@ -11,7 +11,7 @@ why): what changed since the last one is `pending`, until it is enough for a bat
 
 The end of a worker only takes it out of the lookups. Its bits are cleared a few at every later change, and then its
 slot is given out again: clearing 100,000 units at once would hold up the event loop, in the very moment when a dead
-worker's requests must find another one.
+worker's requests must find another one, or when it comes back and says all that it holds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from wire.plan import LOWER_TIERS, Tier
 
 SWEEP_UNITS: Final = 4
 """Units of ended workers cleared for each that changes. More than one, so that the sweep outruns growth."""
+MAX_SWEEP_UNITS: Final = 4096
+"""Cleared by one change, however large, for each worker that ended and is not cleared yet: so what is left to clear
+stays bounded even where one comes back again and again and nothing else changes."""
 FEW_UNITS: Final = 192
 """Chain units × workers that hold its first one, up to which these are asked one by one."""
 STRETCH_UNITS: Final = 512
@@ -123,7 +126,8 @@ class PrefixTwin:
         self._pending_units: set[UnitHash] = set()
 
     def add(self, worker_id: WorkerId, unit_hashes: Iterable[UnitHash], tier: Tier) -> None:
-        """The worker holds these units there. Idempotent."""
+        """The worker holds these units there. Idempotent. O(units): 100,000 hold up the caller for a tenth
+        of a second."""
         holder = self._holders.get(worker_id) or self._begin(worker_id)
         tiers, bit = holder.tiers, _TIER_BITS[tier]
         changed = []
@@ -245,8 +249,7 @@ class PrefixTwin:
 
     def _settle(self) -> None:
         """Nothing is pending any more. What is put is what the holders hold now, however often it changed."""
-        pending, self._pending, self._num_pending = self._pending, [], 0
-        self._pending_units = set()
+        pending = self._pending
         lengths = [len(units) for _, units in pending]
         units = list(joined.from_iterable(units for _, units in pending))
         bits = joined.from_iterable(map(holder.tiers.get, units, repeat(0)) for holder, units in pending)
@@ -256,6 +259,8 @@ class PrefixTwin:
         for i in range(0, len(units), PUT_UNITS):
             part = slice(i, i + PUT_UNITS)
             self._masks.put(units[part], columns[part], np.uint64(_SLOT) << shifts[part], levels[part] << shifts[part])
+        self._pending, self._num_pending = [], 0  # only now: without memory they are still to be put
+        self._pending_units = set()
 
     def _begin(self, worker_id: WorkerId) -> _Holder:
         if self._free_slots:
@@ -263,15 +268,17 @@ class PrefixTwin:
         else:
             slot = self._num_slots
             self._num_slots += 1
-        holder = self._holders[worker_id] = _Holder(slot)
+        holder = _Holder(slot)
         if holder.column == self._masks.num_columns:
             self._masks.add_column()
+        self._holders[worker_id] = holder
         return holder
 
     def _sweep(self, num_changes: int) -> None:
-        """Clear SWEEP_UNITS of a worker that ended for each change; its slot is free when none is left."""
+        """Clear SWEEP_UNITS of a worker that ended for each change, within bounds. Its slot is free with the last."""
         holder = self._ended[-1]
-        units = [holder.tiers.popitem()[0] for _ in range(min(SWEEP_UNITS * num_changes, len(holder.tiers)))]
+        num_swept = min(SWEEP_UNITS * num_changes, MAX_SWEEP_UNITS * len(self._ended), len(holder.tiers))
+        units = [holder.tiers.popitem()[0] for _ in range(num_swept)]
         self._put_off(holder, units)
         if not holder.tiers:
             self._settle()  # else its slot had two holders

@@ -143,10 +143,7 @@ class Placing:
         seq.requeued = True
         seq.queued_s = now
         seq.request.note_stall(now)
-        self.enqueue(seq)
-        self.queue.leave(seq)
-        if not seq.pools:
-            self.queue.sort_in(self.workers.values())
+        self.queue.put_back(seq, self.workers.values())
 
     # -- KV on its way ---------------------------------------------------------------------------------------------
 

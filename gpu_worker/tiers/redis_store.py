@@ -180,7 +180,7 @@ class RedisStore:
             self._unwanted[unit_hash] = None
 
     def clear(self) -> None:
-        """What other workers stored, or earlier lives of this one, stays."""
+        """What other workers stored, or earlier lives of this one, stays. The keys go at the next put or upkeep."""
         with self._lock:
             for unit_hash in self._own & self._held.keys():
                 self._forget(unit_hash)

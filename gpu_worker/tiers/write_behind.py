@@ -28,6 +28,7 @@ class WriteBehind:
         self._queue: deque[tuple[UnitHash, StoredUnit]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
+        self._is_cleared = False  # and what was stored is not removed yet
         self._is_busy = False
         self._thread = threading.Thread(target=self._serve, name=f"kv-{store.tier}", daemon=True)
 
@@ -55,11 +56,16 @@ class WriteBehind:
         unit.release()
 
     def clear(self) -> None:
-        """Neither what is stored nor what is queued is to be trusted. What is being written is dropped after it was."""
+        """Neither what is stored nor what is queued is to be trusted. What is being written is dropped after it was.
+
+        The store's upkeep, which removes what others could read, runs at once, in the writer's thread, and before it
+        stops: who clears does not wait for it."""
         self._drop_queued()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_busy)
             self.store.clear()
+            self._is_cleared = True
+            self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything offered so far is written, or timeout_s have passed (False)."""
@@ -78,8 +84,13 @@ class WriteBehind:
         upkeep_due_s = time.monotonic()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._stopping, max(0.0, upkeep_due_s - time.monotonic()))
-                if self._stopping:
+                self._changed.wait_for(
+                    lambda: self._queue or self._stopping or self._is_cleared,
+                    max(0.0, upkeep_due_s - time.monotonic()),
+                )
+                if self._is_cleared:
+                    upkeep_due_s, self._is_cleared = time.monotonic(), False
+                elif self._stopping:
                     return
                 job = self._queue.popleft() if self._queue else None
                 self._is_busy = True

@@ -27,6 +27,8 @@ MAX_MESSAGE_BYTES = 128 << 10
 """A longer request, or offer, goes by gRPC: some 3,000 units."""
 MAX_NEIGHBOURS = 32
 """Whose sockets a worker remembers. It keeps a connection to each for every pull it ever made from it at once."""
+ACCEPT_RETRY_S = 0.01
+"""After a caller could not be accepted for want of file descriptors: it goes on waiting, and would be tried at once."""
 _ANSWER = b"\1"  # before an offer: a message without bytes is the end of a connection
 _NOTHING = b"\0"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -47,12 +49,12 @@ class AskServer:
             self._listener.close()
             raise
         self._listener.setblocking(False)
-        self._closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kv-asks", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._closing = True
+        self._closing.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         self._listener.close()
@@ -62,7 +64,7 @@ class AskServer:
             ready.register(self._listener, selectors.EVENT_READ)
             while True:
                 events = ready.select()
-                if self._closing:
+                if self._closing.is_set():
                     break
                 for key, _ in events:
                     if key.data is None:
@@ -76,7 +78,10 @@ class AskServer:
     def _accept(self, ready: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # whoever called has gone
+        except (BlockingIOError, ConnectionAbortedError):  # whoever called has gone
+            return
+        except OSError:
+            self._closing.wait(ACCEPT_RETRY_S)
             return
         if _uid(connection) != os.geteuid():
             connection.close()

@@ -44,12 +44,26 @@ class PoolQueues:
         return sorted(busy, key=_waits_since) if len(busy) > 1 else busy
 
     def push(self, seq: Sequence, workers: Collection[WorkerView]) -> None:
-        if seq.tenant is None:  # else it was in a queue, which counts it among its running ones
-            seq.pools = _pools_for(seq, workers)
+        """It arrived."""
+        seq.pools = _pools_for(seq, workers)
         self._queues.setdefault(seq.pools, FairQueue()).push(seq)
 
+    def put_back(self, seq: Sequence, workers: Collection[WorkerView]) -> None:
+        """A running sequence was taken off its worker. If no pool was for it, it waits for those there are by now;
+        those that waited meanwhile were sorted in when a worker came."""
+        before = self._queues[seq.pools]
+        if not seq.pools:
+            seq.pools = _pools_for(seq, workers)
+        queue = self._queues.setdefault(seq.pools, FairQueue())
+        if queue is before:
+            queue.push(seq)  # first: a tenant that is active all the time keeps its counter
+            queue.leave(seq)
+        else:
+            before.leave(seq)  # while its tenant is the one there
+            queue.push(seq)
+
     def sort_in(self, workers: Collection[WorkerView]) -> None:
-        """Have those that no pool was for wait for the pools there are by now."""
+        """A worker came: have those that no pool was for wait for the pools there are by now."""
         homeless = self._queues.get(())
         if homeless is None or not len(homeless) or not any(_pools_for(seq, workers) for seq in homeless):
             return
@@ -66,7 +80,7 @@ class PoolQueues:
         self._queues[seq.pools].discard(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """A running sequence finished, or was taken off its worker (then push it first)."""
+        """A running sequence finished."""
         self._queues[seq.pools].leave(seq)
 
 

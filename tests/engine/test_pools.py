@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
+from scheduler.policy import pool_queues
+from scheduler.sequence import Sequence
+from scheduler.worker_view import WorkerView
 from tests.engine.driver import Driver, make_request, prompt, slow
 from tests.engine.paged_worker import PagedWorker, expected_output
 from wire.plan import Role
@@ -132,3 +136,24 @@ def test_what_ran_where_no_pool_was_for_it_goes_to_its_pool_when_it_must_move() 
     driver.assert_done("moves", "short too", "long")
     assert [a.worker_id for a in driver.finished["moves"].timeline.admissions] == ["long", "short"]
     assert home(driver, "long") == "long too"
+
+
+def test_one_that_must_move_does_not_have_all_that_wait_sorted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(workers=0, max_running=1)
+    for number in range(20):
+        driver.arrive(f"r{number}", prompt(20, number), 4)
+    first = join(driver, "first", prompt_range=(101, 0))
+    join(driver, "second", prompt_range=(101, 0))
+    driver.step()
+    sorted_in: list[Sequence] = []
+    pools_for = pool_queues._pools_for
+
+    def counted(seq: Sequence, workers: Collection[WorkerView]) -> pool_queues.Pools:
+        sorted_in.append(seq)
+        return pools_for(seq, workers)
+
+    monkeypatch.setattr(pool_queues, "_pools_for", counted)
+    driver.lose(first)
+    assert len(sorted_in) == 1
+    driver.run()
+    driver.assert_done(*(f"r{number}" for number in range(20)))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import random
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore import mask_table
 from kvstore.mask_table import CELLS, MaskTable
 from wire.ids import UnitHash
 
@@ -120,3 +125,49 @@ def test_it_grows_and_what_is_gone_leaves_room() -> None:
             model.put([(unit, 1, begin % 21, 0) for unit in units[begin : begin + 500]])
         assert len(model.table) == 0
     assert not model.table._overflow and not model.table._tags.items.any() and not model.table._row_of.items.any()
+
+
+@pytest.fixture
+def memory_left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often memory may grow from now on, once it has an item."""
+    left: list[int] = []
+    resized: Callable[[mmap.mmap, int], mmap.mmap] = mask_table._resized
+
+    def limited(memory: mmap.mmap, num_bytes: int) -> mmap.mmap:
+        if left:
+            if not left[0]:
+                raise OSError(errno.ENOMEM, "no memory")
+            left[0] -= 1
+        return resized(memory, num_bytes)
+
+    monkeypatch.setattr(mask_table, "_resized", limited)
+    return left
+
+
+@pytest.mark.parametrize("resizes", range(4))
+def test_when_there_is_no_memory_to_grow_nothing_has_changed(memory_left: list[int], resizes: int) -> None:
+    draws = random.Random(1)
+    units = [UnitHash(draws.randbytes(32)) for _ in range(6000)]
+    model, num_failures = Model(), 0
+    for begin in range(0, len(units), 500):
+        batch = [(unit, 1, 0, FIELD) for unit in units[begin : begin + 500]]
+        memory_left[:] = [resizes]
+        try:
+            model.table.put([unit for unit, *_ in batch], np.ones(500, int), *np.full((2, 500), FIELD, np.uint64))
+        except OSError:
+            num_failures += 1
+            model.check(units[: begin + 1])
+            assert len(model.table) == begin
+        memory_left.clear()
+        model.put(batch)
+        model.check(units[: begin + 500])
+    assert num_failures
+
+
+def test_when_there_is_no_memory_for_a_column_there_is_none_more(memory_left: list[int]) -> None:
+    model = Model()
+    memory_left[:] = [0]
+    with pytest.raises(OSError, match="no memory"):
+        model.table.add_column()
+    model.put([(unit, 1, 0, 5) for unit in spread])
+    model.check(spread)

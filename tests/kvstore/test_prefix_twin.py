@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import accumulate
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.prefix_twin import STRETCH_UNITS, PrefixTwin, TierPrefix
+from kvstore import mask_table
+from kvstore.prefix_twin import MAX_SWEEP_UNITS, STRETCH_UNITS, PrefixTwin, TierPrefix
 from wire.ids import UnitHash, WorkerId
 from wire.plan import LOWER_TIERS, Tier
 
@@ -139,6 +141,48 @@ def test_a_worker_that_comes_back_again_and_again_leaves_nothing_behind(generati
         twin.remove(WORKERS[1], UNITS[:1], Tier.DEVICE)
     twin._settle()
     assert len(twin._masks) == 0 and twin._num_slots <= 2
+
+
+def test_a_worker_that_comes_back_with_all_it_holds_does_not_clear_its_whole_old_life_at_once() -> None:
+    num_units = 5 * MAX_SWEEP_UNITS // 2
+    twin = PrefixTwin()
+    hashes = [UnitHash(i.to_bytes(32, "little")) for i in range(num_units)]
+    others = [UnitHash(i.to_bytes(32, "big")) for i in range(1, num_units)]
+    twin.add(WORKERS[0], hashes, Tier.DEVICE)
+    twin.drop_worker(WORKERS[0])
+    twin.add(WORKERS[0], others, Tier.DEVICE)
+    assert [len(ended.tiers) for ended in twin._ended] == [num_units - MAX_SWEEP_UNITS]
+    assert twin.lookup(hashes) == {} and twin.lookup(others) == {WORKERS[0]: TierPrefix(*3 * [len(others)])}
+    for i in range(num_units):
+        twin.add(WORKERS[1], hashes[i : i + 1], Tier.DEVICE)
+    twin._settle()
+    assert not twin._ended and len(twin._masks) == len({*hashes, *others})
+    twin.add(WORKERS[2], UNITS[:1], Tier.DEVICE)
+    assert twin._num_slots == 3, "its slot was given out again"
+
+
+def test_a_worker_that_comes_back_again_and_again_without_other_changes_leaves_a_bounded_rest() -> None:
+    hashes = [UnitHash(i.to_bytes(32, "little")) for i in range(2 * MAX_SWEEP_UNITS)]
+    twin = PrefixTwin()
+    for _ in range(12):
+        twin.add(WORKERS[0], hashes, Tier.DEVICE)
+        twin.drop_worker(WORKERS[0])
+        assert len(twin._ended) <= 4
+
+
+def test_what_did_not_get_into_the_table_for_want_of_memory_gets_there_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(memory: object, num_bytes: int) -> None:
+        raise OSError("no memory")
+
+    twin = PrefixTwin(few_units=0)
+    hashes = [UnitHash(i.to_bytes(32, "little")) for i in range(6000)]
+    with monkeypatch.context() as patched:
+        patched.setattr(mask_table, "_resized", fails)
+        with pytest.raises(OSError, match="no memory"):
+            twin.add(WORKERS[0], hashes, Tier.DEVICE)
+    assert twin.lookup(hashes) == {}
+    twin.add(WORKERS[0], hashes, Tier.DEVICE)
+    assert twin.lookup(hashes) == {WORKERS[0]: TierPrefix(6000, 6000, 6000)}
 
 
 @given(prefixes=st.lists(st.tuples(lengths, lengths, lengths), min_size=1, max_size=20), data=st.data())

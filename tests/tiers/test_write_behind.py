@@ -5,6 +5,7 @@ import threading
 import pytest
 from prometheus_client import CollectorRegistry
 
+from gpu_worker.tiers import write_behind
 from gpu_worker.tiers.port import StoredUnit
 from gpu_worker.tiers.write_behind import WriteBehind
 from observability.tier_metrics import TierMetrics
@@ -120,6 +121,22 @@ def test_after_clear_nothing_that_was_offered_before_is_held(writer: WriteBehind
     assert writer.flush(TIMEOUT_S)
     assert store.held == [a_hash(4)]
     writer.stop()
+
+
+def test_what_was_cleared_is_removed_at_once_and_before_the_writer_stops(
+    writer: WriteBehind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "UPKEEP_INTERVAL_S", 1e6)
+    store = store_of(writer)
+    writer.start()
+    assert store.upkeeps.acquire(timeout=TIMEOUT_S), "the one at start"
+    writer.clear()
+    assert store.upkeeps.acquire(timeout=TIMEOUT_S)
+    with writer._changed:  # so that its thread sees both at once
+        writer.clear()
+        writer._stopping = True
+    writer.stop()
+    assert store.upkeeps.acquire(blocking=False)
 
 
 def test_a_store_that_raises_loses_a_unit_and_not_its_thread(writer: WriteBehind) -> None:

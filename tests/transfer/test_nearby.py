@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 
@@ -165,6 +167,32 @@ async def test_a_neighbour_that_does_not_answer_fails_the_pull_when_its_lease_is
         [report] = await target.pull(target.pull_from(source, first_page=20, lease_ms=SHORT_LEASE_MS))
         assert report.failure == f"the source was silent for lease_ms = {SHORT_LEASE_MS}"
         gate.set()
+
+
+def test_a_worker_without_file_descriptors_pauses_before_it_accepts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    accept, num_failures = socket.socket.accept, 3
+
+    def accept_late(self: socket.socket) -> tuple[socket.socket, object]:
+        happened.append("accept")
+        if len(happened) > 2 * num_failures:
+            return accept(self)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    class Pauses(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout == nearby.ACCEPT_RETRY_S
+            happened.append("pause")
+            return super().wait(timeout)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_late)
+    server = nearby.AskServer(lambda request: b"offer")
+    server._closing = Pauses()
+    with nearby._connect(server.name) as neighbour:
+        neighbour.send(b"ask")
+        assert neighbour.recv(100) == b"\1offer"
+    server.close()
+    assert happened == [*["accept", "pause"] * num_failures, "accept"]
 
 
 def test_an_ask_that_fails_ends_its_connection_and_no_other() -> None:
