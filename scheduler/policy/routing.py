@@ -49,6 +49,8 @@ class Prefixes:
     """It holds them, in whatever tier."""
     to_itself: dict[WorkerId, int]
     """It holds them, or they lie in the cell's Redis, where it can read them. At least what it holds."""
+    gaps: dict[str, list[int]]
+    """By layout, the units that are not in Redis."""
 
     def __bool__(self) -> bool:
         return bool(self.to_itself)
@@ -58,7 +60,7 @@ class Prefixes:
         return (self.to_itself if source is target else self.to_others).get(source.worker_id, 0)
 
 
-NOTHING = Prefixes([], {}, {})
+NOTHING = Prefixes([], {}, {}, {})
 
 
 class Router:
@@ -169,24 +171,35 @@ class Router:
             return NOTHING
         chain = seq.unit_hashes()[: (len(seq.tokens) - 1) // UNIT_TOKENS]
         held = {worker_id: prefix.any_tier for worker_id, prefix in self._twin.lookup(chain).items()}
-        return Prefixes(chain, held, self._with_shared(chain, held, workers) if self._shared else held)
+        gaps = self._gaps(chain, workers)
+        return Prefixes(chain, held, self._with_shared(chain, held, gaps, workers) if gaps else held, gaps)
+
+    def _gaps(self, chain: list[UnitHash], workers: Collection[WorkerView]) -> dict[str, list[int]]:
+        """By layout, the units that are not in Redis: many workers have the same one."""
+        gaps: dict[str, list[int]] = {}
+        for worker in workers if self._shared else ():
+            tier = worker.info.shared_tier
+            if tier is not None and tier.layout not in gaps:
+                shared = self._shared.readable_by(worker.info)
+                gaps[tier.layout] = [n for n, unit_hash in enumerate(chain) if unit_hash not in shared]
+        return gaps
 
     def _with_shared(
-        self, chain: list[UnitHash], held: dict[WorkerId, int], workers: Collection[WorkerView]
+        self,
+        chain: list[UnitHash],
+        held: dict[WorkerId, int],
+        gaps: dict[str, list[int]],
+        workers: Collection[WorkerView],
     ) -> dict[WorkerId, int]:
         """How far each gets by itself: of a chain the tail goes to Redis first, so the head may lie in one tier and the
         rest in the other."""
         reach = dict(held)
-        gaps: dict[str, list[int]] = {}  # by layout, the units that are not in Redis: many workers have the same one
         for worker in workers:
             if worker.info.shared_tier is None:
                 continue
-            layout = worker.info.shared_tier.layout
-            if layout not in gaps:
-                shared = self._shared.readable_by(worker.info)
-                gaps[layout] = [n for n, unit_hash in enumerate(chain) if unit_hash not in shared]
+            missing = gaps[worker.info.shared_tier.layout]
             before = held.get(worker.worker_id, 0)
-            behind = gaps[layout][bisect_left(gaps[layout], before) :]
+            behind = missing[bisect_left(missing, before) :]
             end = next((gap for gap in behind if not self._is_below(worker, chain[gap])), len(chain))
             if end > before:
                 reach[worker.worker_id] = end
@@ -244,13 +257,11 @@ class Router:
         best: PullOption | None = None
         for source in workers:
             end_unit = prefixes.between(source, target)
+            if source is target and end_unit * UNIT_TOKENS > room.num_cached:
+                end_unit = self._end_below(target, prefixes, first_unit, end_unit)
             if end_unit * UNIT_TOKENS <= room.num_cached:
                 continue
             if not self._transfers.may_pull(source, target, self._now):
-                continue
-            # A worker does not read its own pages: what lies at the head of one that cannot be shared must be below.
-            head = prefixes.chain[first_unit : room.num_cached // UNIT_TOKENS] if source is target else []
-            if not all(self._is_below(target, unit_hash) for unit_hash in head):
                 continue
             option = PullOption(
                 source,
@@ -262,6 +273,15 @@ class Router:
             if best is None or option.prefill_s - option.pull_s > best.prefill_s - best.pull_s:
                 best = option
         return best
+
+    def _end_below(self, worker: WorkerView, prefixes: Prefixes, first_unit: int, end_unit: int) -> int:
+        """A worker does not read its own pages: of [first_unit, end_unit) it pulls from itself what comes before the
+        first unit that lies in nothing else."""
+        tier = worker.info.shared_tier
+        everything = range(end_unit)
+        gaps = everything if tier is None else prefixes.gaps.get(tier.layout, everything)
+        asked = gaps[bisect_left(gaps, first_unit) : bisect_left(gaps, end_unit)]
+        return next((unit for unit in asked if not self._is_below(worker, prefixes.chain[unit])), end_unit)
 
     def _prefill_s(self, worker: WorkerView, start_pos: int, end: int) -> float:
         us = worker.step_time.prefill_us(start_pos, end, self._config.step_token_budget)

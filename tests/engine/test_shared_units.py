@@ -134,6 +134,24 @@ def test_nothing_is_pulled_behind_a_page_whose_head_alone_is_there() -> None:
     assert not driver.finished["r"].timeline.transfers
 
 
+def test_a_worker_pulls_nothing_from_itself_that_lies_in_its_own_pages_alone() -> None:
+    redis = PagedRedis(100)
+    driver, first = stored(redis)
+    driver.lose(first)
+    units, worker = chain(ROOT, CACHED), driver.worker
+    heads = {unit: redis.units[unit] for unit in units[:6]}
+    for unit in units:
+        del redis.units[unit]
+    worker._tiers._host.update(heads)
+    driver.feed(worker.event(TierUnits(Tier.HOST, list(heads))))
+    driver.feed(worker.event(TierUnits(Tier.REDIS, dropped=units)))
+    # As after the loss of a page at the head of a chain whose tail is left.
+    driver.engine._placing.prefixes.twin.add(worker.info.worker_id, units[6:], Tier.DEVICE)
+    assert ask(driver, "r") == len(ASKED) - 6 * UNIT_TOKENS
+    (transfer,) = driver.finished["r"].timeline.transfers
+    assert (transfer.num_units, transfer.failure) == (6, None)
+
+
 @pytest.mark.parametrize("left", [0, 7])
 def test_what_a_pull_finds_missing_is_forgotten_and_not_asked_for_again(left: int) -> None:
     redis = PagedRedis(100)
