@@ -257,6 +257,7 @@ class SchedulerMetrics:
 
     def forget_worker(self, worker: str) -> None:
         """Drop a lost worker's gauges, so that no dashboard shows pages that are gone. Its counters stay."""
+        self._steps.pop(worker, None)
         held = (self.pages, self.kv_cache_usage, self.worker_sequences, self.pulls_in_flight)
         for gauge in (*held, self.prefix_units, self.prefix_drift):
             gauge.remove_by_labels({"worker": worker})

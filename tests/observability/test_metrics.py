@@ -124,7 +124,7 @@ def collectors(metrics: object) -> Iterator[Any]:
     for member in vars(metrics).values():
         if isinstance(member, MetricWrapperBase):
             yield member
-        elif not isinstance(member, CollectorRegistry):
+        elif not isinstance(member, CollectorRegistry | dict):
             yield from collectors(member)
 
 
