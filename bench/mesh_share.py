@@ -17,6 +17,7 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from wire.errors import MeshError
 TOKEN_IDS = range(1000, 20_000)
 """Ordinary tokens of any vocabulary."""
 TIMEOUT_S = 300.0
+"""Of a request, and of all rounds in process."""
 STOP_TIMEOUT_S = 60.0
 
 
@@ -69,9 +71,12 @@ def in_process(rounds: Sequence[Round]) -> list[float]:
 def _child() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "bench.in_process"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    overdue = threading.Timer(TIMEOUT_S, child.kill)  # whoever waits for an answer then finds the end of it
+    overdue.start()
     try:
         yield child
     finally:
+        overdue.cancel()
         assert child.stdin is not None
         child.stdin.close()
         try:
@@ -82,7 +87,8 @@ def _child() -> Iterator[subprocess.Popen[str]]:
 
 def mesh(rounds: Sequence[Round]) -> list[float]:
     """Tokens per second of each."""
-    own = {name.removeprefix("PHASEMESH_"): value for name, value in os.environ.items() if "PHASEMESH_" in name}
+    prefix = "PHASEMESH_"
+    own = {name.removeprefix(prefix): value for name, value in os.environ.items() if name.startswith(prefix)}
     with running_stack([], own) as stack:
         return [_rate(load, uvloop.run(_ask(stack.url, load))) for load in rounds]
 

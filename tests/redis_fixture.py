@@ -6,11 +6,12 @@ kill and start again: `redis_server` forgets everything then, the harder case; `
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ __all__ = [
     "free_port",
     "redis_server",
     "redis_url",
+    "silent_server",
 ]
 
 START_TIMEOUT_S = 10.0
@@ -150,3 +152,16 @@ def running(server: RedisServer) -> Iterator[RedisServer]:
 def free_port() -> int:
     """A port that stays free while its server is down: see phasemesh.ports."""
     return ports.free_port(_taken)
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """The URL of a server that takes connections and never answers."""
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    async with silent:
+        yield f"redis://127.0.0.1:{silent.sockets[0].getsockname()[1]}/0"

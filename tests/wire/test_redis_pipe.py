@@ -7,6 +7,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from tests.redis_fixture import silent_server
 from wire.redis_client import CONNECT_TIMEOUT_S, open_redis
 from wire.redis_pipe import RedisPipe, stream_entries, xadd
 
@@ -65,13 +66,7 @@ async def test_a_late_answer_is_nobodys(redis_url: str) -> None:
 
 
 async def test_a_server_that_does_not_answer_is_a_timeout_not_a_hang() -> None:
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
-    port = silent.sockets[0].getsockname()[1]
-    async with silent, open_redis(f"redis://127.0.0.1:{port}/0", command_timeout_s=0.1) as redis:
+    async with silent_server() as url, open_redis(url, command_timeout_s=0.1) as redis:
         with pytest.raises(RedisTimeoutError):
             await asyncio.wait_for(RedisPipe(redis).execute([("PING",)]), CONNECT_TIMEOUT_S)
 
