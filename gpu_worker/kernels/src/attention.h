@@ -71,6 +71,12 @@ struct Block {
       places[at / COLUMNS] = slot * item.shape.token_stride();
     }
   }
+  // Positions from `at` on, a multiple of 16, that lie one after the other, up to `end`.
+  int64_t run(int64_t at, int64_t end, int64_t token_stride) const {
+    int64_t next = at + COLUMNS;
+    while (next < end && places[next / COLUMNS] == places[at / COLUMNS] + (next - at) * token_stride) next += COLUMNS;
+    return (next < end ? next : end) - at;
+  }
   Seen seen(const Item& item, int64_t first_row, int64_t last_row) const {
     const int64_t group = item.shape.group(), last = item.first_position + last_row / group;
     const int64_t unseen = item.shape.first_seen(item.first_position + first_row / group) - first;
@@ -129,9 +135,9 @@ static inline void score_where_they_lie(const float* queries, const float* keys,
   }
 }
 
-// The first half of R rows' work on a block: their scores [R][BLOCK]. Keys are in columns [count / 16][head_dim][16];
-// where those are null, they are taken where they lie, and a step is made ahead with each 16.
-template <int R>
+// The first half of R rows' work on a block: their scores [R][BLOCK]. Keys are in columns [count / 16][head_dim][16]; of FEW
+// rows they are taken where they lie, and a step is made ahead with each 16.
+template <int R, bool FEW>
 static void score_block(const Item& item, int64_t row, const Block& block, const float* key_columns, float* scores,
                         Ahead& ahead) {
   alignas(64) float queries[R * MAX_HEAD_DIM];
@@ -147,7 +153,7 @@ static void score_block(const Item& item, int64_t row, const Block& block, const
     positions[r] = item.first_position + query;
     if (++head == group) head = 0, ++query;
   }
-  if (key_columns) {
+  if constexpr (!FEW) {
     const int64_t first = seen.begin / COLUMNS, end = seen.padded() / COLUMNS;
     for_panels<R>(first, end, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
       constexpr int P = decltype(panels)::value;
@@ -174,7 +180,7 @@ static void score_block(const Item& item, int64_t row, const Block& block, const
 }
 
 // The second half: scores become weights, and the rows' partials take in the values.
-template <int R>
+template <int R, bool FEW>
 static void weigh_block(const Item& item, int64_t row, const Block& block, float* scores, Ahead& ahead) {
   alignas(64) float shrink[COLUMNS];
   const Shape& shape = item.shape;
@@ -190,12 +196,13 @@ static void weigh_block(const Item& item, int64_t row, const Block& block, float
     for (int p = 0; p < P; ++p)
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) product.sums[p][r][v] *= shrink[r];
-    for (int64_t at = seen.begin; at < seen.end; at += COLUMNS) {
-      if (panel == 0) ahead.step();
+    for (int64_t at = seen.begin, run; at < seen.end; at += run) {
+      run = block.run(at, FEW && at + COLUMNS < seen.end ? at + COLUMNS : seen.end, stride);
+      if constexpr (FEW) ahead.step();
       const float* values = item.values + block.places[at / COLUMNS];
       Floats columns[P];
       for (int p = 0; p < P; ++p) columns[p] = {values + (panel + p) * COLUMNS, stride};
-      product.multiply(scores + at, BLOCK, columns, seen.end - at < COLUMNS ? seen.end - at : COLUMNS);
+      product.multiply(scores + at, BLOCK, columns, run);
     }
     product.write(partials + panel * COLUMNS, size);
   });
@@ -206,8 +213,8 @@ static void weigh_block(const Item& item, int64_t row, const Block& block, float
 template <int R>
 static void attend_few(const Item& item, int64_t kv_heads, const Block& block, Ahead& values, Ahead& keys) {
   alignas(64) float scores[HEADS_AT_ONCE][R * BLOCK];
-  for (int64_t n = 0; n < kv_heads; ++n) score_block<R>(item.ahead(n), 0, block, nullptr, scores[n], values);
-  for (int64_t n = 0; n < kv_heads; ++n) weigh_block<R>(item.ahead(n), 0, block, scores[n], keys);
+  for (int64_t n = 0; n < kv_heads; ++n) score_block<R, true>(item.ahead(n), 0, block, nullptr, scores[n], values);
+  for (int64_t n = 0; n < kv_heads; ++n) weigh_block<R, true>(item.ahead(n), 0, block, scores[n], keys);
 }
 
 // A block of many rows, for one head: its keys become columns once for all tiles.
@@ -220,8 +227,8 @@ static void attend_many(const Item& item, const Block& block, Ahead& values, Ahe
     transpose(item.keys + block.places[at / COLUMNS], item.shape.token_stride(), dim, key_columns + at * dim);
   }
   for_tiles(item.rows(), [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
-    score_block<decltype(tile_rows)::value>(item, row, block, key_columns, scores, values);
-    weigh_block<decltype(tile_rows)::value>(item, row, block, scores, keys);
+    score_block<decltype(tile_rows)::value, false>(item, row, block, key_columns, scores, values);
+    weigh_block<decltype(tile_rows)::value, false>(item, row, block, scores, keys);
   });
 }
 
