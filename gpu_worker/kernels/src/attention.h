@@ -135,8 +135,8 @@ static inline void score_where_they_lie(const float* queries, const float* keys,
   }
 }
 
-// The first half of R rows' work on a block: their scores [R][BLOCK]. Keys are in key_columns [count / 16][head_dim][16];
-// those of FEW rows are taken where they lie, with a step ahead at each 16.
+// The first half of R rows' work on a block: their scores [R][BLOCK]. Keys are in key_columns [count / 16][head_dim]
+// [16]; those of FEW rows are taken where they lie, with a step ahead at each 16.
 template <int R, bool FEW>
 static void score_block(const Item& item, int64_t row, const Block& block, const float* key_columns, float* scores,
                         Ahead& ahead) {
