@@ -82,10 +82,10 @@ static void round_to_int8(const float* x, const RoundedRows& to, int64_t row) {
   }
 }
 
-// P panels from `panel` on for R rows from `row` on: sums [R][P][16].
+// P panels from `panel` on for R rows from `row` on: sums [R][P][16]. Asks for memory `ahead` bytes further.
 template <int R, int P>
 __attribute__((noinline, target("avx512bf16"))) static void dot_pairs(const RoundedRows& x, int64_t row, const Linear& w,
-                                                                      int64_t panel, float* sums) {
+                                                                      int64_t panel, int64_t ahead, float* sums) {
   const int64_t depth = w.depth;
   const uint16_t* weights = static_cast<const uint16_t*>(w.panels) + panel * depth * COLUMNS;
   const char* inputs = x.values + row * depth * 2;
@@ -96,7 +96,7 @@ __attribute__((noinline, target("avx512bf16"))) static void dot_pairs(const Roun
     __m512i lines[P];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
-      fetch_ahead(weights + p * depth * COLUMNS, pair * 2);
+      __builtin_prefetch(reinterpret_cast<const char*>(weights + (p * depth + pair * 2) * COLUMNS) + ahead, 0, 2);
       lines[p] = line(weights + p * depth * COLUMNS + pair * 2 * COLUMNS);
     }
 #pragma GCC unroll 16
@@ -113,7 +113,7 @@ __attribute__((noinline, target("avx512bf16"))) static void dot_pairs(const Roun
 // The same for int8.
 template <int R, int P>
 __attribute__((noinline, target("avx512vnni"))) static void dot_quads(const RoundedRows& x, int64_t row, const Linear& w,
-                                                                      int64_t panel, float* sums) {
+                                                                      int64_t panel, int64_t ahead, float* sums) {
   const int64_t depth = w.depth, groups = RoundedRows::groups(depth);
   const uint8_t* weights = static_cast<const uint8_t*>(w.panels) + panel * depth * COLUMNS;
   const float* scales = w.scales + panel * groups * COLUMNS;
@@ -135,7 +135,7 @@ __attribute__((noinline, target("avx512vnni"))) static void dot_quads(const Roun
       __m512i lines[P];
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) {
-        __builtin_prefetch(weights + p * depth * COLUMNS + 64 * 64, 0, 2);
+        __builtin_prefetch(weights + p * depth * COLUMNS + ahead, 0, 2);
         lines[p] = line(weights + p * depth * COLUMNS);
       }
 #pragma GCC unroll 16
@@ -164,9 +164,9 @@ static inline void round_row(const float* x, const RoundedRows& to, int64_t row)
 }
 
 template <Stored S, int R, int P>
-static inline void dot_panels(const RoundedRows& x, int64_t row, const Linear& w, int64_t panel, float* sums) {
-  if constexpr (S == Stored::BFLOAT16_PAIRS) dot_pairs<R, P>(x, row, w, panel, sums);
-  if constexpr (S == Stored::INT8_QUADS) dot_quads<R, P>(x, row, w, panel, sums);
+static inline void dot_panels(const RoundedRows& x, int64_t row, const Linear& w, int64_t panel, int64_t ahead, float* sums) {
+  if constexpr (S == Stored::BFLOAT16_PAIRS) dot_pairs<R, P>(x, row, w, panel, ahead, sums);
+  if constexpr (S == Stored::INT8_QUADS) dot_quads<R, P>(x, row, w, panel, ahead, sums);
 }
 
 #else  // never chosen: cpu_dots_… of cpu.cpp
@@ -177,7 +177,7 @@ static inline void round_row(const float*, const RoundedRows&, int64_t) {
 }
 
 template <Stored S, int R, int P>
-static inline void dot_panels(const RoundedRows&, int64_t, const Linear&, int64_t, float*) {
+static inline void dot_panels(const RoundedRows&, int64_t, const Linear&, int64_t, int64_t, float*) {
   __builtin_trap();
 }
 
@@ -190,14 +190,20 @@ struct DotTile {
   static constexpr int panels(int64_t rows) { return rows * 2 < ROWS ? 4 : 2; }
 };
 
-// Panels [begin, end) for all rows, each panel met by all rows before the next.
+template <Stored S>
+static inline int64_t panel_bytes(const Linear& w) {
+  return w.depth * COLUMNS * (S == Stored::BFLOAT16_PAIRS ? 2 : 1);
+}
+
+// Panels [begin, end) for all rows, each panel met by all rows before the next: the first tile reads them from memory,
+// the second asks for those after them.
 template <Epilogue E, Stored S>
 static void multiply_dots(const RoundedRows& x, int64_t rows, const Linear& w, int64_t begin, int64_t end, float* out,
                           int64_t out_stride) {
   const auto multiply = [&](auto row_count, auto panel_count, int64_t row, int64_t panel) {
     constexpr int R = decltype(row_count)::value, P = decltype(panel_count)::value;
     alignas(64) float sums[R * P * COLUMNS];
-    dot_panels<S, R, P>(x, row, w, panel, sums);
+    dot_panels<S, R, P>(x, row, w, panel, row == 0 ? LINES_AHEAD * LINE : row == R ? P * panel_bytes<S>(w) : 0, sums);
     for (int p = 0; p < P; ++p) {
       const int64_t column = (panel + p) * COLUMNS, left = w.columns - column;
       finish_panel<E>(sums + p * COLUMNS, P * COLUMNS, R, w.bias ? w.bias + column : nullptr,

@@ -37,9 +37,11 @@ static inline float widen(uint16_t bfloat16) {
 // Weights come from memory, once: asked for early, since a tile of many rows looks less far ahead than memory is away.
 // Past a panel's end begins the next one. Always inlined: the compiler takes a function that only prefetches for one
 // without effect, and drops its calls.
+constexpr int64_t LINE = 64, LINES_AHEAD = 64;
+
 template <typename T>
 __attribute__((always_inline)) static inline void fetch_ahead(const T* values, int64_t step) {
-  constexpr int64_t LINES_AHEAD = 64, ROWS_IN_LINE = 4 / sizeof(T);
+  constexpr int64_t ROWS_IN_LINE = 4 / sizeof(T);
   if (step % ROWS_IN_LINE == 0) __builtin_prefetch(values + (step + LINES_AHEAD * ROWS_IN_LINE) * COLUMNS, 0, 2);
 }
 
@@ -56,20 +58,21 @@ static inline vec finish(vec out, vec y) {
 template <Epilogue E>
 static inline void finish_panel(const float* sums, int64_t stride, int64_t rows, const float* bias, float* out,
                                 int64_t out_stride, int64_t width) {
-  float padded_bias[COLUMNS] = {};
+  alignas(64) float padded_bias[COLUMNS] = {}, edge[COLUMNS] = {};
   if (bias) memcpy(padded_bias, bias, width * sizeof(float));
+  vec biases[VECS];
+  for (int v = 0; v < VECS; ++v) biases[v] = load(padded_bias + v * LANES);
+  const auto finish_row = [&](const float* row, float* to) {
+    for (int v = 0; v < VECS; ++v)
+      store(to + v * LANES, finish<E>(load(to + v * LANES), load(row + v * LANES) + biases[v]));
+  };
+  if (width == COLUMNS) {
+    for (int64_t r = 0; r < rows; ++r) finish_row(sums + r * stride, out + r * out_stride);
+    return;
+  }
   for (int64_t r = 0; r < rows; ++r) {
-    float* to = out + r * out_stride;
-    float edge[COLUMNS] = {};
-    float* target = to;
-    if (width < COLUMNS) {
-      memcpy(edge, to, width * sizeof(float));
-      target = edge;
-    }
-    for (int v = 0; v < VECS; ++v) {
-      const vec y = load(sums + r * stride + v * LANES) + load(padded_bias + v * LANES);
-      store(target + v * LANES, finish<E>(load(target + v * LANES), y));
-    }
-    if (width < COLUMNS) memcpy(to, edge, width * sizeof(float));
+    memcpy(edge, out + r * out_stride, width * sizeof(float));
+    finish_row(sums + r * stride, edge);
+    memcpy(out + r * out_stride, edge, width * sizeof(float));
   }
 }
