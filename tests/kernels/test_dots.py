@@ -53,10 +53,10 @@ class Layer:
         return cls(packed, exact(weight, stored), None if bias is None else bias.double())
 
     def expected(self, x: torch.Tensor, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs of x [rows, depth] and the sizes of what they are sums of, in float64."""
-        x = exact(x, stored)
-        sizes = linear(x.abs(), self.weight.abs(), None if self.bias is None else self.bias.abs())
-        return linear(x, self.weight, self.bias), sizes
+        """Outputs of x [rows, depth] in float64, and how far off float32 sums of them may be."""
+        left = exact(x, stored)
+        sizes = linear(left.abs(), self.weight.abs(), None if self.bias is None else self.bias.abs())
+        return linear(left, self.weight, self.bias), 1e-5 * sizes + linear(undecided(x, stored), self.weight.abs())
 
 
 def exact(matrix: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
@@ -65,6 +65,16 @@ def exact(matrix: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
         return matrix.bfloat16().double()
     steps, scales = quantize(matrix)
     return steps.double() * scales.double().repeat_interleave(64, dim=1)
+
+
+def undecided(x: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+    """[rows, depth] → one step of each int8 input that lies so near the middle of two that a float32 quotient may round
+    to either, and 0 of all others."""
+    if stored is BF16:
+        return torch.zeros_like(x, dtype=torch.float64)
+    scales = quantize(x)[1].double().repeat_interleave(64, dim=1)
+    steps = x.double() / scales
+    return torch.where((steps - steps.floor() - 0.5).abs() < 1e-4, scales, 0.0)
 
 
 def assert_within(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> None:
@@ -104,12 +114,12 @@ def test_linear_equals_float64_of_the_rounded_inputs(
     layer = Layer.random(depth, columns, stored, bias=bias)
     for rows in ROWS:
         x = torch.randn(rows, depth) * torch.logspace(-3, 3, rows)[:, None]
-        expected, sizes = layer.expected(x, stored)
-        assert_within(run(best, x, layer), expected, 1e-5 * sizes)
+        expected, allowed = layer.expected(x, stored)
+        assert_within(run(best, x, layer), expected, allowed)
         residual = torch.randn(rows, columns)
         out = residual.clone()
         best.linear(x, layer.packed, out, add=True)
-        assert_within(out, residual.double() + expected, 1e-5 * (sizes + residual.abs()))
+        assert_within(out, residual.double() + expected, allowed + 1e-5 * residual.abs())
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -123,14 +133,15 @@ def test_swiglu_equals_float64_of_the_rounded_inputs(
         x = torch.randn(rows, depth) / depth**0.5
         out = torch.full((rows, columns), torch.nan)
         best.swiglu(x, gate.packed, up.packed, out)
-        (gated, gate_sizes), (value, up_sizes) = gate.expected(x, stored), up.expected(x, stored)
+        (gated, gate_off), (value, up_off) = gate.expected(x, stored), up.expected(x, stored)
         slope = 1.1  # silu's steepest
-        allowed = 1e-5 * (slope * gate_sizes * value.abs() + silu(gated).abs() * up_sizes) + 1e-6
+        allowed = slope * gate_off * value.abs() + silu(gated).abs() * up_off + 1e-6
         assert_within(out, silu(gated) * value, allowed)
 
 
 def test_inputs_are_rounded_to_the_nearest_and_to_even(best: Kernels, stored: torch.dtype) -> None:
     """Through the identity the rounded inputs come out themselves."""
+    torch.manual_seed(0)
     x = torch.randn(40, 64)
     x[0] = torch.arange(64) + 0.5  # int8: ties, once the scale is 1
     x[0, 63] = 127.0
@@ -149,8 +160,8 @@ def test_each_64_of_a_row_has_its_own_scale(best: Kernels) -> None:
     weight = torch.randn(16, 192)
     weight[:, 64:128] = 0.0
     layer = Layer.of(weight, I8)
-    expected, sizes = layer.expected(x, I8)
-    assert_within(run(best, x, layer), expected, 1e-5 * sizes)
+    expected, allowed = layer.expected(x, I8)
+    assert_within(run(best, x, layer), expected, allowed)
 
 
 def test_a_row_is_bitwise_the_same_in_any_batch_and_with_any_threads(best: Kernels, stored: torch.dtype) -> None:
@@ -194,8 +205,8 @@ def test_a_row_of_zeros_or_of_another_size_is_right_and_leaves_the_others_alone(
         changed[row] *= factor
         after = run(best, changed, layer)
         assert torch.equal(after[others], before[others])
-        expected, sizes = layer.expected(changed[row : row + 1], stored)
-        assert_within(after[row : row + 1], expected, 1e-5 * sizes)
+        expected, allowed = layer.expected(changed[row : row + 1], stored)
+        assert_within(after[row : row + 1], expected, allowed)
         assert torch.equal(after[row : row + 1], run(best, changed[row : row + 1], layer))
 
 
@@ -222,8 +233,8 @@ def test_strided_rows_and_nothing_beside_the_output_is_written(best: Kernels, st
     for rows in (1, 7, 40):
         x, out = torch.randn(rows, 90), torch.full((rows, 40), 3.0)
         best.linear(x[:, 11:75], layer.packed, out[:, 5:24])
-        expected, sizes = layer.expected(x[:, 11:75], stored)
-        assert_within(out[:, 5:24], expected, 1e-5 * sizes)
+        expected, allowed = layer.expected(x[:, 11:75], stored)
+        assert_within(out[:, 5:24], expected, allowed)
         assert bool((out[:, :5] == 3.0).all() and (out[:, 24:] == 3.0).all())
 
 
