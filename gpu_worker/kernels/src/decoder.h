@@ -28,7 +28,8 @@ struct Model {
 };
 
 // Scratch of a step. x, normed: [rows, hidden]; qkv: [rows, (heads + 2 * kv_heads) * head_dim]; attended: [rows, heads
-// * head_dim]; inner: [rows, intermediate]; scratch, rounded: of linear layers, [threads][scratch_size(rows)] and as of RoundedRows.
+// * head_dim]; inner: [rows, intermediate]; scratch, rounded: of linear layers,
+// [threads][scratch_size(rows)] and as of RoundedRows.
 struct Workspace {
   float *x, *normed, *qkv, *attended, *inner, *scratch;
   void* rounded;

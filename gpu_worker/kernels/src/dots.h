@@ -36,8 +36,8 @@ static inline float dots_weight(const Linear& w, int64_t panel, int64_t i, int64
   if (w.stored == Stored::BFLOAT16_PAIRS)
     return widen(static_cast<const uint16_t*>(w.panels)[((panel * w.depth + i) / 2 * COLUMNS + column) * 2 + i % 2]);
   const int64_t scale_at = panel * RoundedRows::groups(w.depth) + i / SCALE_DEPTH;
-  const int step = static_cast<const uint8_t*>(w.panels)[((panel * w.depth + i) / 4 * COLUMNS + column) * 4 + i % 4] - 128;
-  return step * w.scales[scale_at * COLUMNS + column];
+  const uint8_t step = static_cast<const uint8_t*>(w.panels)[((panel * w.depth + i) / 4 * COLUMNS + column) * 4 + i % 4];
+  return (step - 128) * w.scales[scale_at * COLUMNS + column];
 }
 
 static inline int32_t word(const char* from) {
@@ -203,7 +203,8 @@ static void multiply_dots(const RoundedRows& x, int64_t rows, const Linear& w, i
   const auto multiply = [&](auto row_count, auto panel_count, int64_t row, int64_t panel) {
     constexpr int R = decltype(row_count)::value, P = decltype(panel_count)::value;
     alignas(64) float sums[R * P * COLUMNS];
-    dot_panels<S, R, P>(x, row, w, panel, row == 0 ? LINES_AHEAD * LINE : row == R ? P * panel_bytes<S>(w) : 0, sums);
+    const int64_t ahead = row == 0 ? LINES_AHEAD * LINE : row == R ? P * panel_bytes<S>(w) : 0;
+    dot_panels<S, R, P>(x, row, w, panel, ahead, sums);
     for (int p = 0; p < P; ++p) {
       const int64_t column = (panel + p) * COLUMNS, left = w.columns - column;
       finish_panel<E>(sums + p * COLUMNS, P * COLUMNS, R, w.bias ? w.bias + column : nullptr,

@@ -167,9 +167,11 @@ static inline void multiply(const float* x, int64_t x_stride, int64_t rows, cons
     case Stored::INT8:
       return multiply<E, Stored::INT8>(x, x_stride, rows, w, begin, end, out, out_stride, scratch.own);
     case Stored::BFLOAT16_PAIRS:
-      return multiply_dots<E, Stored::BFLOAT16_PAIRS>({scratch.rounded, rows, w.depth}, rows, w, begin, end, out, out_stride);
+      return multiply_dots<E, Stored::BFLOAT16_PAIRS>({scratch.rounded, rows, w.depth}, rows, w, begin, end, out,
+                                                      out_stride);
     case Stored::INT8_QUADS:
-      return multiply_dots<E, Stored::INT8_QUADS>({scratch.rounded, rows, w.depth}, rows, w, begin, end, out, out_stride);
+      return multiply_dots<E, Stored::INT8_QUADS>({scratch.rounded, rows, w.depth}, rows, w, begin, end, out,
+                                                  out_stride);
   }
 }
 
