@@ -210,6 +210,15 @@ def test_a_row_of_zeros_or_of_another_size_is_right_and_leaves_the_others_alone(
         assert torch.equal(after[row : row + 1], run(best, changed[row : row + 1], layer))
 
 
+@pytest.mark.parametrize("factor", [1e-36, 1e-37, 1e-38, 1e-40])
+def test_values_too_small_to_have_a_scale_are_never_blown_up(best: Kernels, stored: torch.dtype, factor: float) -> None:
+    torch.manual_seed(0)
+    layer = Layer.random(576, 40, stored, bias=False)
+    x = torch.randn(12, 576) * factor
+    most = x.double().abs() @ layer.weight.double().abs().T
+    assert torch.all(run(best, x, layer).double().abs() <= 1.1 * most)
+
+
 @pytest.mark.parametrize("num_rows", [1, 4, 12, 70])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_shows_and_leaves_the_others_alone(

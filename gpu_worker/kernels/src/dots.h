@@ -58,6 +58,8 @@ __attribute__((target("avx512bf16"))) static void round_to_bfloat16(const float*
   }
 }
 
+constexpr float SMALLEST = 4e-37f;  // 64 values no larger are rounded to 0: 127 divided by less would be infinite
+
 // A row with a value that is not finite gets a scale that is not, and so do its outputs.
 static void round_to_int8(const float* x, const RoundedRows& to, int64_t row) {
   const int64_t groups = RoundedRows::groups(to.depth);
@@ -69,7 +71,7 @@ static void round_to_int8(const float* x, const RoundedRows& to, int64_t row) {
       largest = larger(size, largest);
       nothing += value * 0.0f;  // NaN unless finite
     }
-    const float most = highest(largest), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    const float most = highest(largest), inverse = most > SMALLEST ? 127.0f / most : 0.0f;
     __m512i total = _mm512_setzero_si512();
     for (int64_t i = 0; i < SCALE_DEPTH; i += LANES) {
       const __m512i rounded = _mm512_cvtps_epi32((__m512)(load(x + i) * inverse));
