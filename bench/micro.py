@@ -1,7 +1,8 @@
 """CPU kernels against torch and the machine, as ratios in one run: `python -m bench.micro [MODEL_DIR] --threads 2`.
 
 Everything that is compared takes turns, so that a busy machine slows all alike; medians are printed. Linears are
-those of a whole forward pass of the model (its head included, for every row up to 32, else for one).
+those of a whole forward pass of the model (its head included, for every row up to 32, else for one). With --activations
+weight their inputs are rounded to the weights' type in a further column.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from gpu_worker.attention.cpu_backend import CpuAttention
 from gpu_worker.attention.port import StepAttention
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.kernels.build import library_path
-from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, PackedLinear, pack, pack_scales
+from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, PackedLinear, pack, pack_dots, pack_scales
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
 from gpu_worker.step_batch import StepBatch
 from wire.config import ModelConfig, load
@@ -44,17 +46,18 @@ def turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str
 
 
 class Linears:
-    """Every matrix of a model, random, in torch's layout and in ours."""
+    """Every matrix of a model, random, in torch's layout and in ours, or in that of dot products too."""
 
-    def __init__(self, config: DecoderConfig, kernels: Kernels, stored: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, kernels: Kernels, stored: torch.dtype, *, dots: bool) -> None:
         self._kernels = kernels
         hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         qkv = heads + 2 * config.num_kv_heads * config.head_dim
         shapes = [(qkv, hidden), (hidden, heads), (inner, hidden), (inner, hidden), (hidden, inner)]
         self._layers = [[torch.randn(shape) for shape in shapes] for _ in range(config.num_layers)]
         self._head = torch.randn(config.vocab_size, hidden)
-        self._packed = [[_packed(w, stored) for w in layer] for layer in self._layers]
-        self._packed_head = _packed(self._head, stored)
+        layouts = (False, True) if dots else (False,)
+        self._packed = [[[_packed(w, stored, is_dots) for w in layer] for layer in self._layers] for is_dots in layouts]
+        self._packed_heads = [_packed(self._head, stored, is_dots) for is_dots in layouts]
         self.layer_elements = sum(w.numel() for layer in self._layers for w in layer)
         self.head_elements = self._head.numel()
 
@@ -64,21 +67,22 @@ class Linears:
             x = x + linear(silu(linear(x, gate)) * linear(x, up), down) * 0.0
         linear(x[:logit_rows], self._head)
 
-    def by_us(self, x: torch.Tensor, logit_rows: int) -> None:
-        first, *_ = self._packed
+    def by_us(self, x: torch.Tensor, logit_rows: int, *, dots: bool = False) -> None:
+        layers, head = self._packed[dots], self._packed_heads[dots]
+        first, *_ = layers
         qkv_out = torch.empty(len(x), first[0].columns)
         inner, x, result = torch.empty(len(x), first[2].columns), x.clone(), torch.empty_like(x)
-        for qkv, output, gate, up, down in self._packed:
+        for qkv, output, gate, up, down in layers:
             self._kernels.linear(x, qkv, qkv_out)
             self._kernels.linear(qkv_out[:, : output.depth], output, result)
             self._kernels.swiglu(x, gate, up, inner)
             self._kernels.linear(inner, down, result)
-        self._kernels.linear(x[:logit_rows], self._packed_head, torch.empty(logit_rows, self._packed_head.columns))
+        self._kernels.linear(x[:logit_rows], head, torch.empty(logit_rows, head.columns))
 
 
-def _packed(weight: torch.Tensor, stored: torch.dtype) -> PackedLinear:
+def _packed(weight: torch.Tensor, stored: torch.dtype, dots: bool) -> PackedLinear:
     scales = pack_scales(weight) if stored is torch.int8 else None
-    return PackedLinear(pack(weight, stored), None, len(weight), scales)
+    return PackedLinear((pack_dots if dots else pack)(weight, stored), None, len(weight), scales)
 
 
 def read_bandwidth(buffer: torch.Tensor) -> Callable[[], object]:
@@ -87,27 +91,36 @@ def read_bandwidth(buffer: torch.Tensor) -> Callable[[], object]:
 
 
 def compare_linears(
-    config: DecoderConfig, kernels: Kernels, stored: torch.dtype, all_rows: list[int], rounds: int
+    config: DecoderConfig, kernels: Kernels, stored: torch.dtype, all_rows: list[int], rounds: int, *, dots: bool
 ) -> None:
-    linears = Linears(config, kernels, stored)
+    linears = Linears(config, kernels, stored, dots=dots)
     print(f"weights stored as {str(stored).removeprefix('torch.')}; torch's are float32")
-    print(f"{'linears, rows':>14} {'torch ms':>9} {'ours ms':>9} {'ratio':>6} {'GFLOP/s':>8} {'÷ reading once':>14}")
+    print(
+        f"{'linears, rows':>14} {'torch ms':>9} {'ours ms':>9} {'ratio':>6} {'GFLOP/s':>8} {'÷ reading once':>14}"
+        + (f" {'rounded ms':>10} {'ratio':>6} {'GFLOP/s':>8} {'÷ reading once':>14}" if dots else "")
+    )
     buffer = torch.ones((linears.layer_elements + linears.head_elements) * stored.itemsize // 4)
     for rows in all_rows:
         logit_rows = rows if rows <= 32 else 1
         x = torch.randn(rows, config.hidden_size)
-        taken = turns(
-            {
-                "torch": lambda x=x, n=logit_rows: linears.by_torch(x, n),  # type: ignore[misc]
-                "ours": lambda x=x, n=logit_rows: linears.by_us(x, n),  # type: ignore[misc]
-                "read": read_bandwidth(buffer),
-            },
-            rounds,
-        )
+        contestants: dict[str, Callable[[], object]] = {
+            "torch": partial(linears.by_torch, x, logit_rows),
+            "ours": partial(linears.by_us, x, logit_rows),
+            "read": read_bandwidth(buffer),
+        }
+        if dots:
+            contestants["rounded"] = partial(linears.by_us, x, logit_rows, dots=True)
+        taken = turns(contestants, rounds)
         work = 2 * (rows * linears.layer_elements + logit_rows * linears.head_elements)
         print(
             f"{rows:14} {1e3 * taken['torch']:9.1f} {1e3 * taken['ours']:9.1f} {taken['torch'] / taken['ours']:6.2f} "
             f"{work / taken['ours'] / 1e9:8.0f} {taken['ours'] / taken['read']:14.2f}"
+            + (
+                f" {1e3 * taken['rounded']:10.1f} {taken['ours'] / taken['rounded']:6.2f} "
+                f"{work / taken['rounded'] / 1e9:8.0f} {taken['rounded'] / taken['read']:14.2f}"
+                if dots
+                else ""
+            )
         )
 
 
@@ -165,14 +178,23 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of the linears' input")
     parser.add_argument("--instruction-set", help="avx512, avx2 or baseline; default: the best this CPU has")
     parser.add_argument("--stored", choices=[str(t).removeprefix("torch.") for t in PANEL_DTYPES], default="float32")
+    parser.add_argument(
+        "--activations",
+        choices=("float32", "weight"),
+        default="float32",
+        help="weight: inputs rounded to the stored type beside float32 ones, on a CPU with the instructions for it",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = load(ModelConfig, os.environ)
     config = load_decoder_config(arguments.model_dir or model_path(model))
     kernels = Kernels(library_path(cache_root(model)), arguments.instruction_set)
+    stored, dots = getattr(torch, arguments.stored), arguments.activations == "weight"
+    if dots and stored not in kernels.dots:
+        parser.error(f"--activations weight: {kernels.instruction_set} has no dot products of {arguments.stored} here")
     print(f"{kernels.instruction_set}, {arguments.threads} threads, medians of {arguments.rounds} rounds taken in turn")
     with torch.inference_mode():
-        compare_linears(config, kernels, getattr(torch, arguments.stored), arguments.rows, arguments.rounds)
+        compare_linears(config, kernels, stored, arguments.rows, arguments.rounds, dots=dots)
         compare_attention(config, kernels, arguments.rounds)
 
 

@@ -1,8 +1,9 @@
 """What fewer bits cost in quality: `python -m bench.perplexity [--model DIR|NAME] [--text FILE]`.
 
-The text is run through the worker's own model, teacher-forced, once with every weight type, and every token is scored
-by the logits of the position before it. Perplexity = exp(mean negative log-likelihood). Against float32 also the mean
-Kullback-Leibler divergence in nats, and how often both would pick the same next token.
+The text is run through the worker's own model, teacher-forced, once with every weight type, and with inputs of linear
+layers rounded to it where that is possible; every token is scored by the logits of the position before it. Perplexity =
+exp(mean negative log-likelihood). Against float32 also the mean Kullback-Leibler divergence in nats, and how often both
+would pick the same next token.
 """
 
 from __future__ import annotations
@@ -16,14 +17,23 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from gpu_worker.activation_dtype import VARIABLE as ACTIVATION_VARIABLE
 from gpu_worker.model_runner import load_runner
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.torch_runner import TorchModelRunner
 from wire.config import WorkerConfig, load
+from wire.errors import ConfigInvalid
 from wire.model_path import cache_root, model_path
 
 REFERENCE = "float32"
-WEIGHT_DTYPES = (REFERENCE, "bfloat16", "int8")
+ARMS = {
+    REFERENCE: ("float32", "float32"),
+    "bfloat16": ("bfloat16", "float32"),
+    "int8": ("int8", "float32"),
+    "bfloat16, inputs too": ("bfloat16", "bfloat16"),
+    "int8, inputs too": ("int8", "int8"),
+}
+"""Types of weights, and of what the inputs of linear layers are rounded to, by the name of their row."""
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "prose.txt"
 WINDOW_TOKENS = 2048
 """Longest context of a prediction; a longer text is cut, and each part starts anew."""
@@ -80,19 +90,35 @@ def score(runners: dict[str, TorchModelRunner], tokens: list[int], window: int) 
     return scores
 
 
-def open_runner(config: WorkerConfig, weight_dtype: str, window: int) -> TorchModelRunner:
+def open_runner(config: WorkerConfig, arm: str, window: int) -> TorchModelRunner:
+    """Raises ConfigInvalid where the inputs cannot be rounded to what the arm says."""
+    weight_dtype, activation_dtype = ARMS[arm]
     return load_runner(
         model_path(config.model),
         device="cpu",
         weight_dtype=weight_dtype,
+        activation_dtype=activation_dtype,
         attention_backend=config.attention_backend,
         page_size=PAGE_SIZE,
         num_pages=max(2, -(-window // PAGE_SIZE)),
         kv_memory_bytes=0,
         max_model_len=None,
-        name=weight_dtype,
+        name=arm,
         kernels_dir=cache_root(config.model) if config.cpu_kernels == "auto" else None,
     )
+
+
+def open_runners(config: WorkerConfig, window: int) -> tuple[dict[str, TorchModelRunner], dict[str, str]]:
+    """The arms that are possible here, and why the others are not, by name."""
+    runners, obstacles = {}, {}
+    for arm in ARMS:
+        try:
+            runners[arm] = open_runner(config, arm, window)
+        except ConfigInvalid as error:
+            if error.param != ACTIVATION_VARIABLE:
+                raise
+            obstacles[arm] = error.message
+    return runners, obstacles
 
 
 def table(scores: dict[str, Score]) -> str:
@@ -140,10 +166,12 @@ def parse_command_line(description: str | None, *, least_tokens: int) -> Asked:
 
 def main() -> None:
     asked = parse_command_line(__doc__, least_tokens=2)  # one predicts the next
-    runners = {name: open_runner(asked.config, name, WINDOW_TOKENS) for name in WEIGHT_DTYPES}
+    runners, obstacles = open_runners(asked.config, WINDOW_TOKENS)
     window = min(WINDOW_TOKENS, *(runner.card.max_model_len for runner in runners.values()))
     print(f"{asked.what}: {len(asked.tokens)} tokens in windows of {window}\n")
     print(table(score(runners, asked.tokens, window)))
+    for arm, obstacle in obstacles.items():
+        print(f"\nnot run: {arm}: {obstacle}")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,7 @@ def open_bench(config: WorkerConfig) -> Bench:
         model_path(config.model),
         device="cpu",
         weight_dtype=config.weight_dtype,
+        activation_dtype=config.activation_dtype,
         attention_backend=config.attention_backend,
         page_size=PAGE_SIZE,
         num_pages=(1 + len(LowerTierDtype)) * -(-WINDOW_TOKENS // PAGE_SIZE),

@@ -70,6 +70,7 @@ def load_model(config: WorkerConfig) -> ModelRunner:
         model_path(config.model),
         device=config.device,
         weight_dtype=config.weight_dtype,
+        activation_dtype=config.activation_dtype,
         kv_dtype=config.kv_dtype,
         cuda_graphs=config.cuda_graphs == "auto",
         attention_backend=config.attention_backend,

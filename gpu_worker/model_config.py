@@ -42,6 +42,11 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
 
     @property
+    def linear_depths(self) -> tuple[int, ...]:
+        """Inputs of every linear layer: of a hidden state, of the heads' outputs, of the MLP's inner state."""
+        return self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size
+
+    @property
     def context_limit(self) -> int:
         """Most positions the rotary embedding is meant for."""
         if isinstance(self.rope, YarnRope):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from gpu_worker.activation_dtype import choose_activation_dtype
 from gpu_worker.attention import cpu_backend
 from gpu_worker.attention.choose import choose, page_size_for
 from gpu_worker.cuda.open_runner import open_cuda_runner
@@ -44,6 +45,7 @@ def load_runner(
     threads: int | None = None,
     kv_dtype: str = "auto",
     cuda_graphs: bool = True,
+    activation_dtype: str = "auto",
 ) -> TorchModelRunner:
     """Load a Hugging Face directory and make its KV pages.
 
@@ -52,6 +54,7 @@ def load_runner(
     kernels_dir: where the CPU kernels and the weights they pack are kept; None: do without them.
     threads: intra-op threads of the compute thread; None: every core.
     kv_dtype: `auto`, or `float8` on CUDA. cuda_graphs: capture decode steps where the attention backend allows it.
+    activation_dtype: what inputs of linear layers are rounded to, as choose_activation_dtype says.
     Raises ModelUnsupported when the directory is not one we can run exactly, ConfigInvalid for the other arguments.
     """
     config = load_decoder_config(model_dir)
@@ -59,6 +62,13 @@ def load_runner(
     max_model_len = context_limit(config, max_model_len)
     kernels = _kernels(kernels_dir, torch_device, attention_backend, config.head_dim)
     weights = choose_weight_dtype(weight_dtype, checkpoint_dtype(model_dir), torch_device, kernels=kernels is not None)
+    weights = choose_activation_dtype(
+        activation_dtype,
+        weights,
+        torch_device,
+        dots=None if kernels is None else kernels.dots,
+        depths=config.linear_depths,
+    )
     dtype = weights.compute
     model = _load_model(config, model_dir, weights, torch_device, kernels, kernels_dir)
     kv_format = choose_kv_format(kv_dtype, dtype, torch_device, config.head_dim)
@@ -129,7 +139,8 @@ def _load_model(
     if kernels is None or kernels_dir is None:
         load_weights(model, model_dir, weights, device)
         return model
-    return PackedCausalLM(config, load_packed(model, config, model_dir, weights.stored, kernels_dir), kernels)
+    packed = load_packed(model, config, model_dir, weights.stored, kernels_dir, dots=weights.dots)
+    return PackedCausalLM(config, packed, kernels)
 
 
 def _device(name: str) -> torch.device:

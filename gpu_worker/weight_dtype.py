@@ -1,8 +1,9 @@
 """Which type a model's weights are held in, and what that does to their values.
 
 Only matrices (linear layers, the embedding) are held in fewer bits; norms, biases and all arithmetic on a CPU stay
-float32. A path that cannot multiply a type as it is stored rounds the weights to it and computes in float32, so that
-every path of one weight type computes the same function.
+float32, unless inputs of linear layers are rounded too (activation_dtype.py). A path that cannot multiply a type as it
+is stored rounds the weights to it and computes in float32, so that every path of one weight type, and of inputs not
+rounded, computes the same function.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class WeightDtype:
     compute: torch.dtype
     """Of activations and KV."""
     rounding: str | None
-    """The stored type's name when the checkpoint's values do not survive it; None: they are served as they are."""
+    """The stored type's name when the checkpoint's values do not survive it; None: they are served as they are.
+    Where inputs of linear layers are rounded it names both types, always."""
+    dots: bool = False
+    """Whether inputs of linear layers are rounded to the stored type (activation_dtype.py)."""
 
 
 def choose_weight_dtype(option: str, checkpoint: torch.dtype, device: torch.device, *, kernels: bool) -> WeightDtype:

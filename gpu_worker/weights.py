@@ -141,7 +141,7 @@ def _check_tied_head(tensors: dict[str, torch.Tensor], expected: dict[str, Any])
 
 
 def served_revision(model_dir: Path, rounding: str | None) -> str:
-    """weights_revision of weights that are served as they are; rounded to another type they are other weights.
+    """weights_revision of weights that are served as they are; of rounded ones, or with rounded inputs, another.
 
     Workers of two such revisions compute different KV: neither serves one cell nor shares a prefix with the other.
     """

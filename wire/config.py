@@ -144,6 +144,13 @@ class WorkerConfig:
         "our kernels run, else float32. int8: CPU only. float8: CUDA only, compute capability 8.9 or above.",
         choices=("auto", "float32", "bfloat16", "int8", "float8"),
     )
+    activation_dtype: str = env(
+        "ACTIVATION_DTYPE",
+        "auto",
+        "Type that inputs of linear layers are rounded to, on a CPU. auto: int8 where weights are held as int8 and our "
+        "kernels multiply int8 (AVX512_VNNI), else float32. bfloat16 (AVX512_BF16) and int8: weights of the same type.",
+        choices=("auto", "float32", "bfloat16", "int8"),
+    )
     kv_dtype: str = env(
         "KV_DTYPE",
         "auto",

@@ -12,7 +12,7 @@ import torch
 from gpu_worker.attention.cpu_backend import CpuStepAttention
 from gpu_worker.attention.port import StepAttention
 from gpu_worker.kernels import structs
-from gpu_worker.kernels.library import Kernels, linear_scratch
+from gpu_worker.kernels.library import Kernels, linear_scratch, rounded_rows
 from gpu_worker.kernels.packed import Packed, packed_linear
 from gpu_worker.kernels.structs import address, made
 from gpu_worker.kv_cache import KVCache
@@ -26,7 +26,8 @@ class PackedCausalLM:
         self._packed = packed
         self._model: Any = None
         self._kv_cache: KVCache | None = None
-        self._workspace = _Workspace(config, rows=0)
+        self._is_dots = packed_linear(packed, "head", config.vocab_size).is_dots
+        self._workspace = _Workspace(config, rows=0, is_dots=self._is_dots)
 
     def __call__(
         self,
@@ -42,7 +43,7 @@ class PackedCausalLM:
         if kv_cache is not self._kv_cache:
             self._model, self._kv_cache = _model(self._config, self._packed, kv_cache), kv_cache
         if not self._workspace.serves(len(token_ids)):
-            self._workspace = _Workspace(self._config, rows=len(token_ids))
+            self._workspace = _Workspace(self._config, rows=len(token_ids), is_dots=self._is_dots)
         logits = torch.empty(len(logit_rows), self._config.vocab_size)
         step = made(
             structs.Step,
@@ -64,7 +65,7 @@ class PackedCausalLM:
 class _Workspace:
     """Activations of a step of up to `rows` rows: kept, since new memory costs more than it holds."""
 
-    def __init__(self, config: DecoderConfig, rows: int) -> None:
+    def __init__(self, config: DecoderConfig, rows: int, *, is_dots: bool) -> None:
         self._rows = rows
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._tensors = {
@@ -74,9 +75,10 @@ class _Workspace:
             "attended": torch.empty(rows, heads * head_dim),
             "inner": torch.empty(rows, config.intermediate_size),
             "scratch": linear_scratch(rows),
+            "rounded": rounded_rows(rows, max(config.linear_depths)) if is_dots else None,
         }
-        self._threads = len(self._tensors["scratch"])
-        pointers = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        self._threads = torch.get_num_threads()
+        pointers = {name: address(tensor) for name, tensor in self._tensors.items()}
         self.struct = made(structs.Workspace, **pointers)
 
     def serves(self, rows: int) -> bool:

@@ -28,7 +28,11 @@ log = logging.getLogger("gpu_worker.kernels")
 COLUMNS = 16
 """Output columns of a panel of packed weights."""
 PANEL_DTYPES = tuple(structs.STORED)
-"""Of the panels that the compiled kernels read."""
+"""Types of weights that the compiled kernels multiply by float32 inputs."""
+DOTS_DEPTH = 64
+"""Depths of dot products are multiples of it: a rounded row has one scale for so many values."""
+_DOTS_VALUES = {torch.bfloat16: 2, torch.int8: 4}
+"""Of one column that lie side by side in panels of dots: what one instruction multiplies and adds up."""
 SPLIT_TOKENS = 512
 """Positions of one work item of attention: SPLIT in src/attention.h."""
 MAX_HEAD_DIM = 256
@@ -40,8 +44,8 @@ _BLOCK_DEPTH = 256
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "decode": [ctypes.POINTER(structs.Model), ctypes.POINTER(structs.Step), _I],
-    "linear": [_P, _I, _I, ctypes.POINTER(structs.Linear), _P, _I, _I, _P, _I],
-    "swiglu": [_P, _I, _I, ctypes.POINTER(structs.Linear), ctypes.POINTER(structs.Linear), _P, _I, _P, _I],
+    "linear": [_P, _I, _I, ctypes.POINTER(structs.Linear), _P, _I, _I, _P, _P, _I],
+    "swiglu": [_P, _I, _I, ctypes.POINTER(structs.Linear), ctypes.POINTER(structs.Linear), _P, _I, _P, _P, _I],
     "rms_norm": [_P, _P, _P, _I, _I, _F, _I],
     "rope_and_write": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
     "attend": [_P, _I, _P, _P, _P, ctypes.POINTER(structs.AttentionPlan), _I, _I, _I, _I, _I, _I],
@@ -53,9 +57,10 @@ _SIGNATURES: dict[str, list[Any]] = {
 class PackedLinear:
     """A linear layer's weights as panels, and what turns their products into its outputs.
 
-    panels: float32, bfloat16 or int8 [ceil(columns / 16), depth, 16], the last one padded with zeros. bias: float32
-    [columns]. scales, of int8 alone: float32 [ceil(columns / 16), ceil(depth / 64), 16]; the weight of depth d and
-    column c of a panel is float32(q) * scales[d // 64, c].
+    panels: float32, bfloat16 or int8 [ceil(columns / 16), depth, 16], the last one padded with zeros, or of dots
+    (pack_dots), whose inputs are rounded to the weights' type. bias: float32 [columns]. scales, of int8 alone: float32
+    [ceil(columns / 16), ceil(depth / 64), 16]; the weight of depth d and column c of a panel is
+    float32(q) * scales[d // 64, c].
     """
 
     panels: torch.Tensor
@@ -64,8 +69,12 @@ class PackedLinear:
     scales: torch.Tensor | None = None
 
     @property
+    def is_dots(self) -> bool:
+        return self.panels.dim() == 4
+
+    @property
     def depth(self) -> int:
-        return self.panels.shape[1]
+        return self.panels.shape[1] * (self.panels.shape[3] if self.is_dots else 1)
 
     def struct(self) -> Any:
         """For the C side, valid while this lives."""
@@ -76,13 +85,33 @@ class PackedLinear:
             bias=address(self.bias),
             depth=self.depth,
             columns=self.columns,
-            stored=structs.STORED[self.panels.dtype],
+            stored=(structs.DOTS_STORED if self.is_dots else structs.STORED)[self.panels.dtype],
         )
 
 
 def pack(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """weight [columns, depth] → panels [ceil(columns / 16), depth, 16] of float32, bfloat16 or int8."""
     return _panels(quantize(weight)[0] if dtype is torch.int8 else weight.to(dtype))
+
+
+def pack_dots(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight [columns, depth], depth a multiple of 64 → panels for dot products with rows of `dtype`.
+
+    bfloat16: [ceil(columns / 16), depth / 2, 16, 2]. int8: uint8 [ceil(columns / 16), depth / 4, 16, 4] of q + 128, as
+    the instruction multiplies unsigned by signed; 128 stands for zero, in the padding too.
+    """
+    assert weight.shape[1] % DOTS_DEPTH == 0
+    panels = pack(weight, dtype)  # [panels, depth, 16]
+    values = _DOTS_VALUES[dtype]
+    panels = panels.view(len(panels), -1, values, COLUMNS).transpose(2, 3).contiguous()
+    return panels.view(torch.uint8).bitwise_xor_(128) if dtype is torch.int8 else panels
+
+
+def dots_panels(columns: int, depth: int, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of pack_dots' panels."""
+    values = _DOTS_VALUES[dtype]
+    shape = (-(-columns // COLUMNS), depth // values, COLUMNS, values)
+    return shape, torch.uint8 if dtype is torch.int8 else dtype
 
 
 def pack_scales(weight: torch.Tensor) -> torch.Tensor:
@@ -137,6 +166,17 @@ def linear_scratch(rows: int) -> torch.Tensor:
     return torch.empty(torch.get_num_threads(), (_BLOCK_DEPTH + rows) * COLUMNS)
 
 
+def rounded_row_bytes(depth: int) -> int:
+    """Of a row of inputs of dots: a bfloat16, or an int8, a value, and 8 bytes for every 64: rounded_row_bytes in
+    src/linear.h."""
+    return 2 * depth + depth // DOTS_DEPTH * 8
+
+
+def rounded_rows(rows: int, depth: int) -> torch.Tensor:
+    """Room for the inputs of dots, rounded."""
+    return torch.empty(rows * rounded_row_bytes(depth), dtype=torch.uint8)
+
+
 class Kernels:
     """The functions of one compiled library, of the best instruction set this CPU has (or a named one)."""
 
@@ -155,6 +195,8 @@ class Kernels:
             function = library[f"{name}_{self.instruction_set}"]
             function.argtypes, function.restype = argument_types, None
             self._functions[name] = function
+        self.dots: frozenset[torch.dtype] = _dots(library) if self.instruction_set == "avx512" else frozenset()
+        """Types of weights that this CPU multiplies by inputs of the same type, with the instructions for it."""
 
     def decode(self, model: Any, step: Any) -> None:
         """A whole step: structs.Model and structs.Step, whose tensors the caller keeps; see kernels/decoder.py."""
@@ -164,20 +206,21 @@ class Kernels:
         """x [rows, depth] → out [rows, columns] = layer(x), or with `add` out += layer(x). Rows may be strided."""
         rows, depth = x.shape
         assert depth == layer.depth and out.shape == (rows, layer.columns) and x.stride(1) == out.stride(1) == 1
-        scratch = linear_scratch(rows)
+        scratch, rounded = linear_scratch(rows), rounded_rows(rows, depth) if layer.is_dots else None
         self._functions["linear"](
             x.data_ptr(), x.stride(0), rows, layer.struct(), out.data_ptr(), out.stride(0), add,
-            scratch.data_ptr(), torch.get_num_threads(),
+            scratch.data_ptr(), address(rounded), torch.get_num_threads(),
         )  # fmt: skip
 
     def swiglu(self, x: torch.Tensor, gate: PackedLinear, up: PackedLinear, out: torch.Tensor) -> None:
         """x [rows, depth] → out [rows, columns] = silu(gate(x)) * up(x), https://arxiv.org/abs/2002.05202."""
         rows, depth = x.shape
         assert depth == gate.depth == up.depth and out.shape == (rows, gate.columns) and gate.columns == up.columns
-        scratch = linear_scratch(rows)
+        assert gate.panels.dtype == up.panels.dtype and gate.is_dots == up.is_dots
+        scratch, rounded = linear_scratch(rows), rounded_rows(rows, depth) if gate.is_dots else None
         self._functions["swiglu"](
             x.data_ptr(), x.stride(0), rows, gate.struct(), up.struct(), out.data_ptr(), out.stride(0),
-            scratch.data_ptr(), torch.get_num_threads(),
+            scratch.data_ptr(), address(rounded), torch.get_num_threads(),
         )  # fmt: skip
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -239,6 +282,11 @@ class Kernels:
         """Implements gpu_worker.transfer.host_pages.CopyRuns, in the calling thread."""
         assert runs.ndim == 2 and runs.shape[1] == 3 and runs.flags.c_contiguous
         self._functions["copy_runs"](to, source, runs.ctypes.data, len(runs))
+
+
+def _dots(library: ctypes.CDLL) -> frozenset[torch.dtype]:
+    able = {torch.bfloat16: library.cpu_dots_bfloat16(), torch.int8: library.cpu_dots_int8()}
+    return frozenset(dtype for dtype, is_able in able.items() if is_able)
 
 
 @lru_cache(maxsize=8)

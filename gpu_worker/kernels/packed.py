@@ -1,8 +1,9 @@
 """A model's weights in the kernels' layout: one mapped file a checkpoint and weight type, shared by the host's workers.
 
-The file is a safetensors file: matrices as panels (library.pack), q, k and v in one, the scales of int8 panels beside
-them as NAME.scales; a tied embedding exists only as the head's panels, an untied one in no fewer bits than bfloat16.
-Everything else is float32. Small models are packed in memory, and so is any where the cache cannot be written.
+The file is a safetensors file: matrices as panels (library.pack, or pack_dots), q, k and v in one, the scales of int8
+panels beside them as NAME.scales; a tied embedding exists only as the head's panels, an untied one in no fewer bits
+than bfloat16. Everything else is float32. Small models are packed in memory, and so is any where the cache cannot be
+written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpu_worker.kernels.library import COLUMNS, PackedLinear, pack, pack_scales
+from gpu_worker.kernels.library import COLUMNS, PackedLinear, dots_panels, pack, pack_dots, pack_scales
 from gpu_worker.kernels.locked import locked
 from gpu_worker.llama import Attention, CausalLM, DecoderLayer
 from gpu_worker.model_config import DecoderConfig
@@ -37,7 +38,7 @@ _PADDING = "padding."
 """What lies between two tensors is a tensor too: the format knows no holes."""
 _HEAD_PIECE_ROWS = 4096
 """The head is packed in pieces: it would be the largest temporary by far."""
-_FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8"}
+_FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.uint8: "U8"}
 
 Packed = dict[str, torch.Tensor]
 Pieces = Callable[[], Iterator[torch.Tensor]]
@@ -55,38 +56,66 @@ class _Entry:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Of matrices: the type of their weights, and whether their panels are of dots."""
+
+    stored: torch.dtype
+    dots: bool
+
+    @property
+    def name(self) -> str:
+        return str(self.stored).removeprefix("torch.") + ("-dots" if self.dots else "")
+
+    def panels(self, columns: int, depth: int, pieces: Pieces) -> _Entry:
+        """pieces: of the matrix [columns, depth], all but the last of whole panels."""
+        if self.dots:
+            shape, dtype = dots_panels(columns, depth, self.stored)
+            return _Entry(dtype, shape, lambda: (pack_dots(piece, self.stored) for piece in pieces()))
+        shape = (-(-columns // COLUMNS), depth, COLUMNS)
+        return _Entry(self.stored, shape, lambda: (pack(piece, self.stored) for piece in pieces()))
+
+
 def load_packed(
-    model: CausalLM, config: DecoderConfig, model_dir: Path, stored: torch.dtype, cache_dir: Path
+    model: CausalLM,
+    config: DecoderConfig,
+    model_dir: Path,
+    stored: torch.dtype,
+    cache_dir: Path,
+    *,
+    dots: bool = False,
 ) -> Packed:
     """The checkpoint's packed weights by name, matrices as `stored`: float32, bfloat16, or int8 with scales.
 
+    dots: for inputs that are rounded to that type too; every depth is a multiple of 64 then.
     `model` is on the meta device; what is read of it is dropped. Raises ModelUnsupported as load_weights does.
     """
-    path = _packed_path(model_dir, stored, cache_dir)
+    layout = _Layout(stored, dots)
+    path = _packed_path(model_dir, layout, cache_dir)
     if sum(file.stat().st_size for file in weight_files(model_dir)) < SMALL_MODEL_BYTES:
-        return _in_memory(model, config, model_dir, stored)
+        return _in_memory(model, config, model_dir, layout)
     key = _key(model_dir)
     try:
         if (mapped := _read(path, key)) is None:
             with locked(path):  # of workers that start together one packs, and all map its file
                 if (mapped := _read(path, key)) is None:
-                    _write(path, key, _packing(model, config, model_dir, stored))
+                    _write(path, key, _packing(model, config, model_dir, layout))
                     mapped = _read(path, key)
     except OSError as error:
         log.warning("packed weights stay in memory, unshared: %s: %s", path, error.strerror)
-        return _in_memory(model, config, model_dir, stored)
+        return _in_memory(model, config, model_dir, layout)
     assert mapped is not None, f"{path} was just written"
     return mapped
 
 
-def _packed_path(model_dir: Path, stored: torch.dtype, cache_dir: Path) -> Path:
-    """One file for each checkpoint and type, so that a changed checkpoint replaces its own.
+def _packed_path(model_dir: Path, layout: _Layout, cache_dir: Path) -> Path:
+    """One file for each checkpoint and layout, so that a changed checkpoint replaces its own.
 
     Directories that link to the same files are one checkpoint.
     """
     sources = [str(file.resolve()) for file in (model_dir / "config.json", *weight_files(model_dir))]
     digest = hashlib.sha256("\0".join(sources).encode()).hexdigest()[:12]
-    name = f"{Path(sources[0]).parent.name}-{digest}-{str(stored).removeprefix('torch.')}.safetensors"
+    name = f"{Path(sources[0]).parent.name}-{digest}-{layout.name}.safetensors"
     return cache_dir / "packed" / name
 
 
@@ -108,8 +137,8 @@ def _read(path: Path, key: str) -> Packed | None:
         return None
 
 
-def _in_memory(model: CausalLM, config: DecoderConfig, model_dir: Path, stored: torch.dtype) -> Packed:
-    packing = _packing(model, config, model_dir, stored)
+def _in_memory(model: CausalLM, config: DecoderConfig, model_dir: Path, layout: _Layout) -> Packed:
+    packing = _packing(model, config, model_dir, layout)
     packed = {name: torch.cat(list(entry.pieces())) for name, entry in packing.items()}
     model.to("meta")
     return packed
@@ -144,7 +173,7 @@ def _write(path: Path, key: str, packing: dict[str, _Entry]) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def _packing(model: CausalLM, config: DecoderConfig, model_dir: Path, stored: torch.dtype) -> dict[str, _Entry]:
+def _packing(model: CausalLM, config: DecoderConfig, model_dir: Path, layout: _Layout) -> dict[str, _Entry]:
     """Every packed tensor. Matrices stay as the checkpoint maps them until their piece is made."""
     map_weights(model, model_dir)
     entries: dict[str, _Entry] = {}
@@ -155,14 +184,13 @@ def _packing(model: CausalLM, config: DecoderConfig, model_dir: Path, stored: to
 
     def add_panels(name: str, *weights: torch.Tensor, piece_rows: int | None = None) -> None:
         columns, depth = sum(len(weight) for weight in weights), weights[0].shape[1]
-        num_panels = -(-columns // COLUMNS)
 
         def pieces() -> Iterator[torch.Tensor]:
             return iter(torch.split(torch.cat(weights) if len(weights) > 1 else weights[0], piece_rows or columns))
 
-        entries[name] = _Entry(stored, (num_panels, depth, COLUMNS), lambda: (pack(p, stored) for p in pieces()))
-        if stored is torch.int8:
-            shape = (num_panels, -(-depth // INT8_GROUP), COLUMNS)
+        entries[name] = layout.panels(columns, depth, pieces)
+        if layout.stored is torch.int8:
+            shape = (-(-columns // COLUMNS), -(-depth // INT8_GROUP), COLUMNS)
             entries[f"{name}.scales"] = _Entry(torch.float32, shape, lambda: map(pack_scales, pieces()))
 
     for index, layer in enumerate(model.model.layers):
@@ -176,7 +204,7 @@ def _packing(model: CausalLM, config: DecoderConfig, model_dir: Path, stored: to
     head = model.model.embed_tokens if model.lm_head is None else model.lm_head
     add_panels("head", head.weight, piece_rows=_HEAD_PIECE_ROWS)
     if model.lm_head is not None:
-        add_plain("embedding", embedding_dtype(stored), model.model.embed_tokens.weight)
+        add_plain("embedding", embedding_dtype(layout.stored), model.model.embed_tokens.weight)
     add_plain("norm", torch.float32, model.model.norm.weight)
     return entries
 

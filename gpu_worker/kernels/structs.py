@@ -11,6 +11,8 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Types a matrix is stored in: Stored in src/linear.h."""
+DOTS_STORED = {torch.bfloat16: 3, torch.uint8: 4}
+"""BFLOAT16_PAIRS and INT8_QUADS there, by the type of the panels."""
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
@@ -48,6 +50,7 @@ class Model(ctypes.Structure):
 class Workspace(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("normed", _P), ("qkv", _P), ("attended", _P), ("inner", _P), ("scratch", _P),
+        ("rounded", _P),
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def add(subparsers: Subparsers) -> None:
     add_option(parser, "--redis-url", CellConfig, "redis_url", "U")
     add_option(parser, "--state-dir", LauncherConfig, "state_dir", "D")
     add_option(parser, "--weight-dtype", WorkerConfig, "weight_dtype", "TYPE")
+    add_option(parser, "--activation-dtype", WorkerConfig, "activation_dtype", "TYPE")
     add_option(parser, "--simulate", SimulationConfig, "simulate", "on|off")
     add_option(parser, "--itl-target-ms", BatchingConfig, "itl_target_ms", "MS")
     down = add_command(subparsers, "down", run_down, "Stop the running stack.", DOWN)

@@ -119,6 +119,7 @@ print([m for m in ("torch", "transformers", "numpy", "grpc", "aiohttp", "tokeniz
         (("role", "--redis-url", f"redis://127.0.0.1:{free_port(set())}/0"), {}, "phasemesh: redis://127.0.0.1:"),
         (("up", "--simulate", "maybe"), {}, "--simulate 'maybe': not on or off"),
         (("up", "--weight-dtype", "int4"), {}, "--weight-dtype 'int4': one of auto, float32, bfloat16, int8, float8"),
+        (("up", "--activation-dtype", "int4"), {}, "--activation-dtype 'int4': one of auto, float32, bfloat16, int8"),
         (("up", "--itl-target-ms", "0.5"), {}, "--itl-target-ms '0.5': at least 1"),
         (("up", "--model", "/no/such/model"), {}, "'/no/such/model': no directory with a config.json"),
         (("up",), {"PHASEMESH_STEP_TOKEN_BUDGET": "x"}, "PHASEMESH_STEP_TOKEN_BUDGET='x'"),

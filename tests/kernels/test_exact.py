@@ -8,18 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.kernels.library import PANEL_DTYPES
+from gpu_worker.kernels.library import PANEL_DTYPES, Kernels
 from gpu_worker.torch_runner import TorchModelRunner
 from tests.model.paged import PagedSequences, open_runner
 
 LENGTHS = (1, 17, 40, 130, 290)
 
 
-@pytest.fixture(scope="module", params=PANEL_DTYPES, ids=str)
-def runner(request: pytest.FixtureRequest, smollm2_dir: Path) -> TorchModelRunner:
-    """With every type of weights that the kernels read."""
-    weight_dtype = str(request.param).removeprefix("torch.")
-    opened = open_runner(smollm2_dir, num_pages=128, weight_dtype=weight_dtype)
+DOTS = (("bfloat16", "bfloat16"), ("int8", "int8"))
+"""Weights and inputs of linear layers of the same type."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((str(dtype).removeprefix("torch."), "float32") for dtype in PANEL_DTYPES), *DOTS],
+    ids="-".join,
+)
+def runner(request: pytest.FixtureRequest, built: Path, smollm2_dir: Path) -> TorchModelRunner:
+    """With every type of weights that the kernels read, and every one that this CPU multiplies by its own kind."""
+    weight_dtype, activation_dtype = request.param
+    if request.param in DOTS and getattr(torch, weight_dtype) not in Kernels(built).dots:
+        pytest.skip(f"this CPU has no dot products of {weight_dtype}")
+    opened = open_runner(smollm2_dir, num_pages=128, weight_dtype=weight_dtype, activation_dtype=activation_dtype)
     assert opened.attention_backend == "cpu", "the CPU kernels are off or not built"
     return opened
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.kernels import packed
-from gpu_worker.kernels.library import PANEL_DTYPES, PackedLinear, pack, pack_scales
+from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, PackedLinear, pack, pack_dots, pack_scales
 from gpu_worker.kernels.packed import load_packed, packed_linear
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import load_decoder_config
@@ -35,8 +36,8 @@ def cache(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def logits(directory: Path, cache_dir: Path | None, weight_dtype: str = "auto") -> torch.Tensor:
-    runner = open_runner(directory, kernels_dir=cache_dir, weight_dtype=weight_dtype)
+def logits(directory: Path, cache_dir: Path | None, weight_dtype: str = "auto", **changes: str) -> torch.Tensor:
+    runner = open_runner(directory, kernels_dir=cache_dir, weight_dtype=weight_dtype, **changes)
     return PagedSequences(runner, [PROMPT], random.Random(0)).step({0: len(PROMPT)})[0][1]
 
 
@@ -106,7 +107,10 @@ def test_a_broken_file_is_made_anew_and_an_unwritable_cache_is_no_obstacle(
 
 def unpacked(layer: PackedLinear) -> torch.Tensor:
     """[columns, depth]: what the documented layout says the kernels multiply."""
-    weight = layer.panels.float()
+    panels = layer.panels
+    if layer.is_dots:
+        panels = panels.transpose(2, 3).flatten(1, 2)
+    weight = panels.float() - (128 if panels.dtype is torch.uint8 else 0)
     if layer.scales is not None:
         weight = weight * layer.scales.repeat_interleave(64, dim=1)[:, : layer.depth]
     return weight.transpose(1, 2).flatten(0, 1)[: layer.columns]
@@ -125,11 +129,26 @@ def test_panels_hold_the_rounded_weights_and_zeros(columns: int, depth: int, dty
     assert not layer.panels.transpose(1, 2).flatten(0, 1)[columns:].any()
 
 
-def pack_with(directory: Path, stored: torch.dtype, cache_dir: Path) -> packed.Packed:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("columns", "depth"), [(1, 64), (16, 64), (19, 128), (40, 576)])
+def test_panels_of_dots_hold_the_rounded_weights_and_zeros(columns: int, depth: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(columns, depth)
+    scales = pack_scales(weight) if dtype is torch.int8 else None
+    layer = PackedLinear(pack_dots(weight, dtype), None, columns, scales)
+    side_by_side = 4 if dtype is torch.int8 else 2
+    assert layer.panels.shape == (-(-columns // 16), depth // side_by_side, 16, side_by_side)
+    assert layer.panels.dtype is (torch.uint8 if dtype is torch.int8 else dtype)
+    assert layer.depth == depth
+    assert torch.equal(unpacked(layer), rounded(weight, dtype))
+    zero = 128 if dtype is torch.int8 else 0
+    assert bool((layer.panels.transpose(1, 2).flatten(0, 1)[columns:] == zero).all())
+
+
+def pack_with(directory: Path, stored: torch.dtype, cache_dir: Path, *, dots: bool = False) -> packed.Packed:
     config = load_decoder_config(directory)
     with torch.device("meta"):
         model = CausalLM(config)
-    return load_packed(model, config, directory, stored, cache_dir)
+    return load_packed(model, config, directory, stored, cache_dir, dots=dots)
 
 
 @pytest.mark.parametrize("family", ["llama_biases", "qwen3"])
@@ -164,6 +183,46 @@ def test_a_file_holds_its_types_rounded_weights_and_the_rest_in_float32(
     assert ("1.qkv.scales" in mapped) == (stored is torch.int8)
 
 
+@pytest.mark.parametrize("family", ["llama_biases", "qwen3"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+def test_a_file_of_dots_holds_the_same_in_its_own_panels(
+    stored: torch.dtype, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_checkpoint(tmp_path / "model", family, intermediate_size=128)
+    plain, in_memory = (pack_with(directory, stored, tmp_path, dots=dots) for dots in (False, True))
+    monkeypatch.setattr(packed, "SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr(packed, "_HEAD_PIECE_ROWS", 48)
+    mapped = pack_with(directory, stored, tmp_path, dots=True)
+    assert mapped.keys() == in_memory.keys() == plain.keys()
+    config = load_decoder_config(directory)
+    for name, tensor in mapped.items():
+        assert torch.equal(tensor, in_memory[name]) and tensor.data_ptr() % 64 == 0
+        if plain[name].dim() == 3 and not name.endswith(".scales"):
+            columns = config.vocab_size if name == "head" else 16 * len(tensor)
+            assert packed_linear(mapped, name, columns).is_dots
+            assert torch.equal(
+                unpacked(packed_linear(mapped, name, columns)), unpacked(packed_linear(plain, name, columns))
+            )
+        else:
+            assert torch.equal(tensor, plain[name])
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+def test_a_mapped_file_of_dots_serves_like_memory(
+    stored: torch.dtype, built: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stored not in Kernels(built).dots:
+        pytest.skip(f"this CPU has no dot products of {stored}")
+    directory = make_checkpoint(tmp_path / "model", "llama_gqa_tied", intermediate_size=128)
+    dtype = str(stored).removeprefix("torch.")
+    mapped = logits(directory, cache, dtype, activation_dtype=dtype)
+    assert [file.stem.endswith(f"-{dtype}-dots") for file in files(cache)] == [True]
+    assert torch.equal(logits(directory, cache, dtype, activation_dtype=dtype), mapped)
+    monkeypatch.undo()
+    assert torch.equal(logits(directory, cache, dtype, activation_dtype=dtype), mapped)
+    assert not torch.equal(logits(directory, cache, dtype), mapped)
+
+
 def test_a_directory_of_links_is_the_checkpoint_it_links_to(
     checkpoint: Callable[[str], Path],  # noqa: F811
     cache: Path,
@@ -178,12 +237,15 @@ def test_a_directory_of_links_is_the_checkpoint_it_links_to(
     assert len(files(cache)) == 1
 
 
-def test_each_type_has_its_own_file(checkpoint: Callable[[str], Path], cache: Path) -> None:  # noqa: F811
-    for stored in (torch.float32, torch.bfloat16, torch.int8, torch.bfloat16):
-        pack_with(checkpoint("qwen2"), stored, cache)
-    sizes = {file.stem.rsplit("-", 1)[1]: file.stat().st_size for file in files(cache)}
-    assert sizes.keys() == {"float32", "bfloat16", "int8"}
+def test_each_layout_has_its_own_file(cache: Path, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "qwen2", intermediate_size=128)
+    layouts = [(torch.float32, False), *((t, dots) for t in (torch.bfloat16, torch.int8) for dots in (False, True))]
+    for stored, dots in (*layouts, layouts[1]):
+        pack_with(directory, stored, cache, dots=dots)
+    sizes = {re.sub(r"^.*-[0-9a-f]{12}-", "", file.stem): file.stat().st_size for file in files(cache)}
+    assert sizes.keys() == {"float32", "bfloat16", "bfloat16-dots", "int8", "int8-dots"}
     assert sizes["int8"] < sizes["bfloat16"] < sizes["float32"]
+    assert sizes["int8-dots"] < sizes["bfloat16-dots"] < sizes["float32"]
 
 
 _MEASURE = """

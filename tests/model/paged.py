@@ -18,11 +18,15 @@ from wire.model_path import cache_root
 
 
 def open_runner(directory: Path, **changes: Any) -> TorchModelRunner:
-    """A runner as the tests want it, on the CPU; PHASEMESH_CPU_KERNELS says whether with our kernels."""
+    """A runner as the tests want it, on the CPU, inputs of linear layers as they are.
+
+    PHASEMESH_CPU_KERNELS says whether with our kernels.
+    """
     config = load(WorkerConfig, os.environ)
     arguments: dict[str, Any] = {
         "device": "cpu",
         "weight_dtype": "auto",
+        "activation_dtype": "float32",
         "attention_backend": "auto",
         "page_size": 16,
         "num_pages": 64,

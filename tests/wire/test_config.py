@@ -75,6 +75,7 @@ def test_a_set_but_empty_variable_is_unset() -> None:
         (SchedulerConfig, "PHASEMESH_STEP_TOKEN_BUDGET", "1", "at least 2"),
         (SchedulerConfig, "PHASEMESH_KV_WATERMARK", "-0.1", "at least 0"),
         (WorkerConfig, "PHASEMESH_WEIGHT_DTYPE", "int4", "one of auto, float32, bfloat16, int8"),
+        (WorkerConfig, "PHASEMESH_ACTIVATION_DTYPE", "float8", "one of auto, float32, bfloat16, int8"),
         (WorkerConfig, "PHASEMESH_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
         (WorkerConfig, "PHASEMESH_KV_PAGE_SIZE", "8", "at least 16"),
         (WorkerConfig, "PHASEMESH_WORKER_ROLE", "boss", "one of prefill, decode, both"),

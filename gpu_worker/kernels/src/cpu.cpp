@@ -16,3 +16,20 @@ extern "C" int64_t cpu_runs_avx2() {
   return 0;
 #endif
 }
+
+// Whether the avx512 set may be given weights for dot products (src/dots.h).
+extern "C" int64_t cpu_dots_bfloat16() {
+#if defined(__x86_64__)
+  return cpu_runs_avx512() && __builtin_cpu_supports("avx512bf16");
+#else
+  return 0;
+#endif
+}
+
+extern "C" int64_t cpu_dots_int8() {
+#if defined(__x86_64__)
+  return cpu_runs_avx512() && __builtin_cpu_supports("avx512vnni");
+#else
+  return 0;
+#endif
+}

@@ -28,9 +28,11 @@ struct Model {
 };
 
 // Scratch of a step. x, normed: [rows, hidden]; qkv: [rows, (heads + 2 * kv_heads) * head_dim]; attended: [rows, heads
-// * head_dim]; inner: [rows, intermediate]; scratch: of linear layers, [threads][scratch_size(rows)].
+// * head_dim]; inner: [rows, intermediate]; scratch, rounded: of linear layers,
+// [threads][scratch_size(rows)] and as of RoundedRows.
 struct Workspace {
   float *x, *normed, *qkv, *attended, *inner, *scratch;
+  void* rounded;
 };
 
 struct Step {
@@ -63,6 +65,9 @@ static inline void embed(const Model& model, int64_t token, float* to) {
     case Stored::FLOAT32: return gather(Of<Stored::FLOAT32>{});
     case Stored::BFLOAT16: return gather(Of<Stored::BFLOAT16>{});
     case Stored::INT8: return gather(Of<Stored::INT8>{});
+    case Stored::BFLOAT16_PAIRS:
+    case Stored::INT8_QUADS:
+      for (int64_t i = 0; i < model.hidden; ++i) to[i] = dots_weight(model.head, panel, i, column);
   }
 }
 
@@ -72,7 +77,8 @@ static inline void keep_logit_rows(const Step& step, float* rows, int64_t size) 
     if (step.logit_rows[i] != i) memcpy(rows + i * size, rows + step.logit_rows[i] * size, size * sizeof(float));
 }
 
-static inline void decode_layer(Team& team, const Model& model, const Layer& layer, const Step& step, float* scratch) {
+static inline void decode_layer(Team& team, const Model& model, const Layer& layer, const Step& step,
+                                const LinearScratch& scratch) {
   const Workspace& to = step.workspace;
   const Shape shape{{model.heads, model.kv_heads, model.head_dim}, model.page_size, layer.window};
   const int64_t hidden = model.hidden, row_size = shape.row_size(), attended_size = layer.output.depth;
@@ -100,7 +106,7 @@ static inline void decode_layer(Team& team, const Model& model, const Layer& lay
 static inline void decode(Team& team, int64_t thread, const Model& model, const Step& step) {
   const Workspace& to = step.workspace;
   const int64_t hidden = model.hidden, rows = step.num_logit_rows;
-  float* scratch = to.scratch + thread * scratch_size(step.rows);
+  const LinearScratch scratch{to.scratch + thread * scratch_size(step.rows), to.rounded};
   team.share(step.rows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) embed(model, step.token_ids[row], to.x + row * hidden);
   });

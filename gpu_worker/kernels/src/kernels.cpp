@@ -28,11 +28,11 @@ KERNEL(decode)(const Model* model, const Step* step, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t thread) { decode(team, thread, *model, *step); });
 }
 
-// Its parts one by one, to be tested and measured. scratch: [threads][scratch_size(rows)].
+// Its parts one by one, to be tested and measured. scratch: [threads][scratch_size(rows)]; rounded: as of RoundedRows, or null.
 KERNEL(linear)(const float* x, int64_t x_stride, int64_t rows, const Linear* w, float* out, int64_t out_stride,
-               int64_t add, float* scratch, int64_t threads) {
+               int64_t add, float* scratch, void* rounded, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t thread) {
-    float* own = scratch + thread * scratch_size(rows);
+    const LinearScratch own{scratch + thread * scratch_size(rows), rounded};
     if (add)
       linear<ADD>(team, x, x_stride, rows, *w, out, out_stride, own);
     else
@@ -41,9 +41,9 @@ KERNEL(linear)(const float* x, int64_t x_stride, int64_t rows, const Linear* w, 
 }
 
 KERNEL(swiglu)(const float* x, int64_t x_stride, int64_t rows, const Linear* gate, const Linear* up, float* out,
-               int64_t out_stride, float* scratch, int64_t threads) {
+               int64_t out_stride, float* scratch, void* rounded, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t thread) {
-    swiglu(team, x, x_stride, rows, *gate, *up, out, out_stride, scratch + thread * scratch_size(rows));
+    swiglu(team, x, x_stride, rows, *gate, *up, out, out_stride, {scratch + thread * scratch_size(rows), rounded});
   });
 }
 

@@ -1,49 +1,14 @@
-// Linear layers over weights packed [columns / 16][depth][16], columns padded with zeros: a panel of 16 outputs is one
-// stream through memory. Threads share out the panels.
+// Linear layers over packed weights (weights.h). Threads share out the panels.
 //
 // Weights are stored as float32, bfloat16 or int8 with a scale for every 64 of depth; the arithmetic is float32, with
-// the same bits whether a weight is widened on its way into a tile or beforehand.
+// the same bits whether a weight is widened on its way into a tile or beforehand. Those stored for dot products have
+// arithmetic of their own (dots.h).
 #pragma once
 
+#include "dots.h"
 #include "team.h"
 #include "tile.h"
-
-enum class Stored : int64_t { FLOAT32, BFLOAT16, INT8 };
-enum Epilogue { STORE, ADD, SILU_TIMES };
-
-constexpr int64_t SCALE_DEPTH = 64;
-
-// Mirrored by gpu_worker/kernels/library.py. scales: [columns / 16][depth / 64][16] of int8, else null; bias may be null.
-struct Linear {
-  const void* panels;
-  const float* scales;
-  const float* bias;
-  int64_t depth, columns;
-  Stored stored;
-
-  int64_t num_panels() const { return (columns + COLUMNS - 1) / COLUMNS; }
-};
-
-template <Stored S>
-struct Of {
-  static constexpr Stored value = S;
-};
-
-static inline float widen(uint16_t bfloat16) {
-  const uint32_t bits = uint32_t{bfloat16} << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// Weights come from memory, once: asked for early, since a tile of many rows looks less far ahead than memory is away.
-// Past a panel's end begins the next one. Always inlined: the compiler takes a function that only prefetches for one
-// without effect, and drops its calls.
-template <typename T>
-__attribute__((always_inline)) static inline void fetch_ahead(const T* values, int64_t step) {
-  constexpr int64_t LINES_AHEAD = 64, ROWS_IN_LINE = 4 / sizeof(T);
-  if (step % ROWS_IN_LINE == 0) __builtin_prefetch(values + (step + LINES_AHEAD * ROWS_IN_LINE) * COLUMNS, 0, 2);
-}
+#include "weights.h"
 
 template <typename T>
 struct Weights {
@@ -98,37 +63,6 @@ static inline auto source(const Linear& w, int64_t panel, int64_t start = 0) {
   }
 }
 
-// what out[row][column] becomes: y, out + y, or silu(out) * y
-template <Epilogue E>
-static inline vec finish(vec out, vec y) {
-  if constexpr (E == STORE) return y;
-  if constexpr (E == ADD) return out + y;
-  return out / (1.0f + exp(-out)) * y;
-}
-
-// A panel's sums, rows `stride` apart, its bias added (or null), go through the epilogue. `width` columns of the panel are
-// real.
-template <Epilogue E>
-static inline void finish_panel(const float* sums, int64_t stride, int64_t rows, const float* bias, float* out,
-                                int64_t out_stride, int64_t width) {
-  float padded_bias[COLUMNS] = {};
-  if (bias) memcpy(padded_bias, bias, width * sizeof(float));
-  for (int64_t r = 0; r < rows; ++r) {
-    float* to = out + r * out_stride;
-    float edge[COLUMNS] = {};
-    float* target = to;
-    if (width < COLUMNS) {
-      memcpy(edge, to, width * sizeof(float));
-      target = edge;
-    }
-    for (int v = 0; v < VECS; ++v) {
-      const vec y = load(sums + r * stride + v * LANES) + load(padded_bias + v * LANES);
-      store(target + v * LANES, finish<E>(load(target + v * LANES), y));
-    }
-    if (width < COLUMNS) memcpy(to, edge, width * sizeof(float));
-  }
-}
-
 // P panels from `panel` on for R rows. Not inlined: beside other tiles there are too few registers for the addresses of
 // rows.
 template <Epilogue E, int R, int P, typename Source>
@@ -150,6 +84,11 @@ __attribute__((noinline)) static void multiply_panels(const float* x, int64_t x_
 // A thread's scratch for many rows: a block of a panel in float32, and the sums of the blocks before it.
 constexpr int64_t BLOCK_DEPTH = 256;  // 16 KB of a panel, which stay in the first cache while rows go by
 constexpr int64_t scratch_size(int64_t rows) { return (BLOCK_DEPTH + rows) * COLUMNS; }
+
+struct LinearScratch {
+  float* own;     // the thread's, scratch_size(rows)
+  void* rounded;  // the team's, as of RoundedRows; null if no weights are for dot products
+};
 
 // sums [R][16] (+)= R rows times a block of a panel. Not inlined either.
 template <int R, typename Source>
@@ -219,22 +158,43 @@ static inline void multiply(const float* x, int64_t x_stride, int64_t rows, cons
 
 template <Epilogue E>
 static inline void multiply(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t begin, int64_t end,
-                            float* out, int64_t out_stride, float* scratch) {
+                            float* out, int64_t out_stride, const LinearScratch& scratch) {
   switch (w.stored) {
     case Stored::FLOAT32:
-      return multiply<E, Stored::FLOAT32>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
+      return multiply<E, Stored::FLOAT32>(x, x_stride, rows, w, begin, end, out, out_stride, scratch.own);
     case Stored::BFLOAT16:
-      return multiply<E, Stored::BFLOAT16>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
+      return multiply<E, Stored::BFLOAT16>(x, x_stride, rows, w, begin, end, out, out_stride, scratch.own);
     case Stored::INT8:
-      return multiply<E, Stored::INT8>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
+      return multiply<E, Stored::INT8>(x, x_stride, rows, w, begin, end, out, out_stride, scratch.own);
+    case Stored::BFLOAT16_PAIRS:
+      return multiply_dots<E, Stored::BFLOAT16_PAIRS>({scratch.rounded, rows, w.depth}, rows, w, begin, end, out,
+                                                      out_stride);
+    case Stored::INT8_QUADS:
+      return multiply_dots<E, Stored::INT8_QUADS>({scratch.rounded, rows, w.depth}, rows, w, begin, end, out,
+                                                  out_stride);
   }
 }
 
-// By a whole team: x [rows, depth] → out [rows, columns] = w(x), or with ADD out += that. scratch: the thread's
-// own, scratch_size(rows).
+// By a whole team: rounds x [rows, depth] if the weights want it.
+static inline void round_rows(Team& team, const float* x, int64_t x_stride, int64_t rows, const Linear& w,
+                              const LinearScratch& scratch) {
+  if (!is_dots(w.stored)) return;
+  const RoundedRows to{scratch.rounded, rows, w.depth};
+  team.share(rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (w.stored == Stored::BFLOAT16_PAIRS)
+        round_row<Stored::BFLOAT16_PAIRS>(x + row * x_stride, to, row);
+      else
+        round_row<Stored::INT8_QUADS>(x + row * x_stride, to, row);
+    }
+  });
+}
+
+// By a whole team: x [rows, depth] → out [rows, columns] = w(x), or with ADD out += that.
 template <Epilogue E>
 static inline void linear(Team& team, const float* x, int64_t x_stride, int64_t rows, const Linear& w, float* out,
-                          int64_t out_stride, float* scratch) {
+                          int64_t out_stride, const LinearScratch& scratch) {
+  round_rows(team, x, x_stride, rows, w, scratch);
   team.share(w.num_panels(), [&](int64_t begin, int64_t end) {
     multiply<E>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
   });
@@ -242,7 +202,8 @@ static inline void linear(Team& team, const float* x, int64_t x_stride, int64_t 
 
 // By a whole team: out [rows, columns] = silu(gate(x)) * up(x), SwiGLU's first half.
 static inline void swiglu(Team& team, const float* x, int64_t x_stride, int64_t rows, const Linear& gate,
-                          const Linear& up, float* out, int64_t out_stride, float* scratch) {
+                          const Linear& up, float* out, int64_t out_stride, const LinearScratch& scratch) {
+  round_rows(team, x, x_stride, rows, gate, scratch);
   team.share(gate.num_panels(), [&](int64_t begin, int64_t end) {
     multiply<STORE>(x, x_stride, rows, gate, begin, end, out, out_stride, scratch);
     multiply<SILU_TIMES>(x, x_stride, rows, up, begin, end, out, out_stride, scratch);

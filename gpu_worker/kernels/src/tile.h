@@ -84,12 +84,12 @@ static inline void with_count(int64_t n, Body body) {
 
 // Calls body(Count<R>, first row) for as few tiles as can be, as even as can be: a small one would leave the core idle.
 // Of more rows than one tile, none has less than half a tile's.
-template <typename Body>
+template <int MOST = TILE_ROWS, typename Body>
 static inline void for_tiles(int64_t rows, Body body) {
-  int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  int64_t tiles = (rows + MOST - 1) / MOST;
   for (int64_t first = 0, size; first < rows; first += size, --tiles) {
     size = (rows - first + tiles - 1) / tiles;
-    with_count<TILE_ROWS>(size, [&](auto count) __attribute__((always_inline)) { body(count, first); });
+    with_count<MOST>(size, [&](auto count) __attribute__((always_inline)) { body(count, first); });
   }
 }
 
