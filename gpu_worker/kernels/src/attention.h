@@ -11,10 +11,12 @@
 #include "norm_rope.h"
 #include "softmax.h"
 #include "team.h"
+#include "transpose.h"
 
 constexpr int64_t BLOCK = 128;      // positions whose scores are held at once
 constexpr int64_t SPLIT = 512;      // positions of one work item; gpu_worker/attention/cpu_backend.py has it too
 constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t HEADS_AT_ONCE = 4;  // KV heads of few rows that go through a block together
 
 // A run of up to a few queries of one sequence, consecutive positions. Mirrors the rows of the `tiles` argument.
 struct QueryTile {
@@ -28,35 +30,6 @@ struct Shape : HeadShape {
   int64_t partial_size() const { return head_dim + 2 * COLUMNS; }  // output, then as weigh()'s state
   int64_t first_seen(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
 };
-
-// tokens [count ≤ 16][stride] → columns [head_dim][16], absent tokens 0
-static inline void transpose(const float* tokens, int64_t stride, int64_t count, int64_t head_dim, float* columns) {
-  for (int64_t t = 0; t < COLUMNS; t += 4) {
-    for (int64_t d = 0; d < head_dim; d += 4) {
-      vec4 rows[4];
-      for (int64_t i = 0; i < 4; ++i) {
-        rows[i] = vec4{};
-        if (t + i < count) rows[i] = *reinterpret_cast<const vec4_in_memory*>(tokens + (t + i) * stride + d);
-      }
-      const vec4 low01 = __builtin_shuffle(rows[0], rows[1], ivec4{0, 4, 1, 5});
-      const vec4 high01 = __builtin_shuffle(rows[0], rows[1], ivec4{2, 6, 3, 7});
-      const vec4 low23 = __builtin_shuffle(rows[2], rows[3], ivec4{0, 4, 1, 5});
-      const vec4 high23 = __builtin_shuffle(rows[2], rows[3], ivec4{2, 6, 3, 7});
-      const vec4 out[4] = {
-          __builtin_shuffle(low01, low23, ivec4{0, 1, 4, 5}), __builtin_shuffle(low01, low23, ivec4{2, 3, 6, 7}),
-          __builtin_shuffle(high01, high23, ivec4{0, 1, 4, 5}), __builtin_shuffle(high01, high23, ivec4{2, 3, 6, 7})};
-      for (int64_t i = 0; i < 4; ++i)
-        *reinterpret_cast<vec4_in_memory*>(columns + (d + i) * COLUMNS + t) = out[i];
-    }
-  }
-}
-
-// Asks for the heads of 16 tokens of the next block, into the second cache: a block fills the first. Some may be beyond
-// the last token: nothing comes of it.
-static inline void fetch(const float* tokens, int64_t stride, int64_t head_dim) {
-  for (int64_t t = 0; t < COLUMNS; ++t)
-    for (int64_t d = 0; d < head_dim; d += COLUMNS) __builtin_prefetch(tokens + t * stride + d, 0, 2);
-}
 
 // One tile's work on one split, for one KV head. A row is query * group + head of the group.
 struct Item {
@@ -79,6 +52,12 @@ struct Item {
   int64_t last() const { return first_position + num_queries - 1; }
 };
 
+// [begin, end) of a block: what any of some rows sees. begin is a multiple of 16.
+struct Seen {
+  int64_t begin, end;
+  int64_t padded() const { return (end + COLUMNS - 1) / COLUMNS * COLUMNS; }
+};
+
 // Up to BLOCK positions, as far as the item's last, and where the first of each 16 lies, counted in floats from slot 0.
 struct Block {
   int64_t first, count, places[BLOCK / COLUMNS];
@@ -98,45 +77,118 @@ struct Block {
     while (next < end && places[next / COLUMNS] == places[at / COLUMNS] + (next - at) * token_stride) next += COLUMNS;
     return (next < end ? next : end) - at;
   }
+  Seen seen(const Item& item, int64_t first_row, int64_t last_row) const {
+    const int64_t group = item.shape.group(), last = item.first_position + last_row / group;
+    const int64_t unseen = item.shape.first_seen(item.first_position + first_row / group) - first;
+    return {unseen > 0 ? unseen / COLUMNS * COLUMNS : 0, last + 1 - first < count ? last + 1 - first : count};
+  }
 };
 
-// R rows from `row` on and a block, whose keys are in columns [count / 16][head_dim][16].
+// An item for kv_heads KV heads, its own and those after it, and a split.
+struct Work {
+  Item item;
+  int64_t kv_heads, split;
+
+  // Where the first block lies that any row sees.
+  int64_t first_block() const {
+    const int64_t first = item.shape.first_seen(item.first_position);
+    return first > split * SPLIT ? first / BLOCK * BLOCK : split * SPLIT;
+  }
+};
+
+// Asks for the keys or values of a block that are wanted next, some tokens a step, in the order of their addresses;
+// into the second cache: one head's keys alone fill the first.
+struct Ahead {
+  const float* from;
+  const Block& block;
+  int64_t stride, width;  // floats from token to token, and of a token
+  int64_t per_step, at = 0;
+
+  // Of `heads` heads, all of them in so many steps.
+  Ahead(const Shape& shape, const float* from, int64_t heads, const Block& block, int64_t steps)
+      : from(from), block(block), stride(shape.token_stride()), width(heads * shape.head_dim),
+        per_step(block.count > 0 ? (block.count + steps - 1) / steps : 0) {}
+
+  void step() {
+    for (const int64_t end = at + per_step < block.count ? at + per_step : block.count; at < end; ++at) {
+      const float* token = from + block.places[at / COLUMNS] + at % COLUMNS * stride;
+      for (int64_t d = 0; d < width; d += COLUMNS) __builtin_prefetch(token + d, 0, 2);
+    }
+  }
+};
+
+// Scores of R rows of queries and 16 keys [16][stride], as Tile has them: a chain over head_dim, in order.
 template <int R>
-static void attend_block(const Item& item, int64_t row, const Block& block, const float* key_columns) {
-  alignas(64) float queries[R * MAX_HEAD_DIM], scores[R * BLOCK], shrink[COLUMNS];
+static inline void score_where_they_lie(const float* queries, const float* keys, int64_t stride, int64_t head_dim,
+                                        float* scores) {
+  for (int64_t t = 0; t < COLUMNS; t += LANES) {
+    vec sums[R] = {};
+    for (int64_t d = 0; d < head_dim; d += 4) {
+      vec columns[4];
+      load_columns(keys + t * stride + d, stride, columns);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) sums[r] += queries[r * MAX_HEAD_DIM + d + i] * columns[i];
+    }
+    for (int r = 0; r < R; ++r) store(scores + r * BLOCK + t, sums[r]);
+  }
+}
+
+// The first half of R rows' work on a block: their scores [R][BLOCK]. Keys are in key_columns [count / 16][head_dim]
+// [16]; those of FEW rows are taken where they lie, with a step ahead at each 16.
+template <int R, bool FEW>
+static void score_block(const Item& item, int64_t row, const Block& block, const float* key_columns, float* scores,
+                        Ahead& ahead) {
+  alignas(64) float queries[R * MAX_HEAD_DIM];
   const Shape& shape = item.shape;
-  const int64_t dim = shape.head_dim, group = shape.group(), size = shape.partial_size();
-  const int64_t first = item.first_position + row / group, last = item.first_position + (row + R - 1) / group;
-  // [begin, end) of the block: what any of these rows sees
-  const int64_t unseen = shape.first_seen(first) - block.first, begin = unseen > 0 ? unseen / COLUMNS * COLUMNS : 0;
-  const int64_t end = last + 1 - block.first < block.count ? last + 1 - block.first : block.count;
-  const int64_t padded = (end + COLUMNS - 1) / COLUMNS * COLUMNS;
-  if (begin >= end) return;
+  const int64_t dim = shape.head_dim, group = shape.group();
+  const Seen seen = block.seen(item, row, row + R - 1);
+  if (seen.begin >= seen.end) return;
   int64_t query = row / group, head = row % group;
   int64_t positions[R];
   for (int r = 0; r < R; ++r) {
     const float* from = item.q + query * item.q_stride + head * dim;
-    for (int64_t d = 0; d < dim; ++d) queries[r * MAX_HEAD_DIM + d] = from[d] * item.scale;
+    for (int64_t d = 0; d < dim; d += LANES) store(queries + r * MAX_HEAD_DIM + d, load(from + d) * item.scale);
     positions[r] = item.first_position + query;
     if (++head == group) head = 0, ++query;
   }
-  for_panels<R>(begin / COLUMNS, padded / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
-    constexpr int P = decltype(panels)::value;
-    Floats columns[P];
-    for (int p = 0; p < P; ++p) columns[p] = {key_columns + (panel + p) * COLUMNS * dim};
-    Tile<R, P> product;
-    product.clear();
-    product.multiply(queries, MAX_HEAD_DIM, columns, dim);
-    product.write(scores + panel * COLUMNS, BLOCK);
-  });
+  if constexpr (!FEW) {
+    const int64_t first = seen.begin / COLUMNS, end = seen.padded() / COLUMNS;
+    for_panels<R>(first, end, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+      constexpr int P = decltype(panels)::value;
+      Floats columns[P];
+      for (int p = 0; p < P; ++p) columns[p] = {key_columns + (panel + p) * COLUMNS * dim};
+      Tile<R, P> product;
+      product.clear();
+      product.multiply(queries, MAX_HEAD_DIM, columns, dim);
+      product.write(scores + panel * COLUMNS, BLOCK);
+    });
+  } else {
+    for (int64_t at = seen.begin; at < seen.end; at += COLUMNS) {
+      ahead.step();
+      const float* keys = item.keys + block.places[at / COLUMNS];
+      score_where_they_lie<R>(queries, keys, shape.token_stride(), dim, scores + at);
+    }
+  }
   for (int r = 0; r < R; ++r) {
     // the row itself sees [from, to), perhaps nothing of this block
     const int64_t from = shape.first_seen(positions[r]) - block.first, to = positions[r] + 1 - block.first;
-    for (int64_t i = begin; i < from && i < padded; ++i) scores[r * BLOCK + i] = HIDDEN;
-    for (int64_t i = to > begin ? to : begin; i < padded; ++i) scores[r * BLOCK + i] = HIDDEN;
+    for (int64_t i = seen.begin; i < from && i < seen.padded(); ++i) scores[r * BLOCK + i] = HIDDEN;
+    for (int64_t i = to > seen.begin ? to : seen.begin; i < seen.padded(); ++i) scores[r * BLOCK + i] = HIDDEN;
   }
+}
+
+// The second half: scores become weights, and the rows' partials take in the values.
+template <int R, bool FEW>
+static void weigh_block(const Item& item, int64_t row, const Block& block, float* scores, Ahead& ahead) {
+  alignas(64) float shrink[COLUMNS];
+  const Shape& shape = item.shape;
+  const int64_t dim = shape.head_dim, size = shape.partial_size(), stride = shape.token_stride();
+  const Seen seen = block.seen(item, row, row + R - 1);
+  if (seen.begin >= seen.end) return;
   float* partials = item.partials + row * size;
-  weigh<R>(scores, BLOCK, begin, padded, partials + dim, size, shrink);
+  weigh<R>(scores, BLOCK, seen.begin, seen.padded(), partials + dim, size, shrink);
   for_panels<R>(0, dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
     constexpr int P = decltype(panels)::value;
     Tile<R, P> product;
@@ -144,46 +196,75 @@ static void attend_block(const Item& item, int64_t row, const Block& block, cons
     for (int p = 0; p < P; ++p)
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECS; ++v) product.sums[p][r][v] *= shrink[r];
-    for (int64_t at = begin, run; at < end; at += run) {
-      run = block.run(at, end, shape.token_stride());
+    for (int64_t at = seen.begin, run; at < seen.end; at += run) {
+      run = block.run(at, FEW && at + COLUMNS < seen.end ? at + COLUMNS : seen.end, stride);
+      if constexpr (FEW) ahead.step();
       const float* values = item.values + block.places[at / COLUMNS];
       Floats columns[P];
-      for (int p = 0; p < P; ++p) columns[p] = {values + (panel + p) * COLUMNS, shape.token_stride()};
+      for (int p = 0; p < P; ++p) columns[p] = {values + (panel + p) * COLUMNS, stride};
       product.multiply(scores + at, BLOCK, columns, run);
     }
     product.write(partials + panel * COLUMNS, size);
   });
 }
 
-// One split for the item's KV head and those after it, kv_heads in all: block by block, so that memory is read in order.
-static void attend_split(const Item& item, int64_t kv_heads, int64_t split) {
-  alignas(64) float key_columns[MAX_HEAD_DIM * BLOCK];
+// A block of few rows, one tile, for kv_heads heads: no column would be used twice. Asks for its own values, then for
+// the keys that come after.
+template <int R>
+static void attend_few(const Item& item, int64_t kv_heads, const Block& block, Ahead& values, Ahead& keys) {
+  alignas(64) float scores[HEADS_AT_ONCE][R * BLOCK];
+  for (int64_t n = 0; n < kv_heads; ++n) score_block<R, true>(item.ahead(n), 0, block, nullptr, scores[n], values);
+  for (int64_t n = 0; n < kv_heads; ++n) weigh_block<R, true>(item.ahead(n), 0, block, scores[n], keys);
+}
+
+// A block of many rows, for one head: its keys become columns once for all tiles.
+static void attend_many(const Item& item, const Block& block, Ahead& values, Ahead& keys) {
+  alignas(64) float key_columns[MAX_HEAD_DIM * BLOCK], scores[TILE_ROWS * BLOCK];
+  const int64_t dim = item.shape.head_dim;
+  for (int64_t at = 0; at < block.count; at += COLUMNS) {
+    values.step();
+    keys.step();
+    transpose(item.keys + block.places[at / COLUMNS], item.shape.token_stride(), dim, key_columns + at * dim);
+  }
+  for_tiles(item.rows(), [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
+    score_block<decltype(tile_rows)::value, false>(item, row, block, key_columns, scores, values);
+    weigh_block<decltype(tile_rows)::value, false>(item, row, block, scores, keys);
+  });
+}
+
+// One split, block by block, so that memory is read in order. At its end it asks for the first keys of `following`, if
+// any.
+static void attend_split(const Work& work, const Work* following) {
+  const auto& [item, kv_heads, split] = work;
   const Shape& shape = item.shape;
-  const int64_t dim = shape.head_dim, rows = item.rows(), size = shape.partial_size();
+  const int64_t dim = shape.head_dim, rows = item.rows(), size = shape.partial_size(), last = item.last();
   for (int64_t r = 0; r < kv_heads * rows; ++r) {
     float* partial = item.partials + r * size;
     for (int64_t i = 0; i < size; ++i) partial[i] = 0.0f;
     partial[dim + COLUMNS] = NOTHING_YET;
   }
-  // [first seen by any row, last seen by any row] of this split, whole blocks
-  const int64_t first = shape.first_seen(item.first_position), last = item.last();
-  const int64_t begin = first > split * SPLIT ? first / BLOCK * BLOCK : split * SPLIT;
   const int64_t end = (split + 1) * SPLIT <= last ? (split + 1) * SPLIT : last + 1;
-  for (Block block(item, begin); block.first < end;) {
-    const Block next(item, block.first + BLOCK);  // perhaps another split's, of this thread or none
-    for (int64_t n = 0; n < kv_heads; ++n) {
+  const int64_t at_once = rows <= TILE_ROWS ? HEADS_AT_ONCE : 1;
+  bool ends = false;
+  for (Block block(item, work.first_block()); !ends;) {
+    ends = block.first + BLOCK >= end;
+    const Work& next_work = ends && following ? *following : work;
+    const Block next(next_work.item, ends && following ? following->first_block() : block.first + BLOCK);
+    for (int64_t n = 0; n < kv_heads; n += at_once) {
       const Item head = item.ahead(n);
-      for (int64_t at = 0; at < block.count; at += COLUMNS) {
-        if (at < next.count) {
-          fetch(head.keys + next.places[at / COLUMNS], shape.token_stride(), dim);
-          fetch(head.values + next.places[at / COLUMNS], shape.token_stride(), dim);
-        }
-        const float* keys = head.keys + block.places[at / COLUMNS];
-        transpose(keys, shape.token_stride(), block.count - at, dim, key_columns + at * dim);
-      }
-      for_tiles(rows, [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
-        attend_block<decltype(tile_rows)::value>(head, row, block, key_columns);
-      });
+      const int64_t left = kv_heads - n, heads = left < at_once ? left : at_once;
+      const int64_t steps = heads * ((block.count + COLUMNS - 1) / COLUMNS);
+      const bool stays = left > heads;  // in this block
+      const int64_t after = stays ? left - heads : next_work.kv_heads;
+      Ahead values(shape, head.values, heads, block, steps);
+      Ahead keys(shape, stays ? head.keys + heads * dim : next_work.item.keys, after < at_once ? after : at_once,
+                 stays ? block : next, steps);
+      if (rows > TILE_ROWS)
+        attend_many(head, block, values, keys);
+      else
+        with_count<TILE_ROWS>(rows, [&](auto count) __attribute__((always_inline)) {
+          attend_few<decltype(count)::value>(head, heads, block, values, keys);
+        });
     }
     block = next;
   }
@@ -220,36 +301,69 @@ struct AttentionPlan {
   float* partials;
 };
 
-// By a whole team. q: [rows, heads, head_dim], rows q_stride apart; out: the same, contiguous. keys, values: [pages,
-// page_size, kv_heads, head_dim].
+// What a step's items have in common. q: [rows, heads, head_dim], rows q_stride apart; out: the same, contiguous. keys,
+// values: [pages, page_size, kv_heads, head_dim].
+struct Attention {
+  const float* q;
+  int64_t q_stride;
+  const float *keys, *values;
+  float* out;
+  const AttentionPlan& plan;
+  const Shape& shape;
+  float scale;
+
+  const QueryTile& tile(int64_t item) const { return plan.tiles[plan.items[item * 2]]; }
+
+  // From the i-th pair of item and KV head on, of which `left` are left: those of one item.
+  Work work(int64_t i, int64_t left) const {
+    const int64_t kv_heads = shape.kv_heads, item = i / kv_heads, kv_head = i % kv_heads, group = shape.group();
+    const int64_t dim = shape.head_dim, split = plan.items[item * 2 + 1];
+    const QueryTile& of = tile(item);
+    // a tile's partials: [splits][kv_heads][rows][size]
+    const int64_t rows_before = of.partial_at * shape.heads + (split * kv_heads + kv_head) * of.num_queries * group;
+    return {{shape, q + of.first_row * q_stride + kv_head * group * dim, q_stride, scale, keys + kv_head * dim,
+             values + kv_head * dim, plan.tables + of.table_at, of.first_position, of.num_queries,
+             plan.partials + rows_before * shape.partial_size()},
+            kv_heads - kv_head < left ? kv_heads - kv_head : left, split};
+  }
+
+  // All splits of a tile's head are done.
+  void finish(const QueryTile& of, int64_t head) const {
+    const int64_t group = shape.group(), rows = of.num_queries * group, size = shape.partial_size();
+    for (int64_t query = 0; query < of.num_queries; ++query) {
+      const int64_t position = of.first_position + query, row = query * group + head % group;
+      merge(plan.partials + (of.partial_at * shape.heads + head / group * rows + row) * size,
+            shape.kv_heads * rows * size, shape.first_seen(position) / SPLIT, position / SPLIT, shape.head_dim,
+            out + ((of.first_row + query) * shape.heads + head) * shape.head_dim);
+    }
+  }
+};
+
+// By a whole team; arguments as of Attention.
 static inline void attend(Team& team, const float* q, int64_t q_stride, const float* keys, const float* values,
                           float* out, const AttentionPlan& plan, const Shape& shape, float scale) {
-  const int64_t size = shape.partial_size(), group = shape.group(), kv_heads = shape.kv_heads, heads = shape.heads;
-  const int64_t dim = shape.head_dim;
+  const Attention all{q, q_stride, keys, values, out, plan, shape, scale};
+  const int64_t kv_heads = shape.kv_heads, group = shape.group();
+  const bool one_split_each = plan.num_items == plan.num_tiles;  // then nobody waits for the others' splits
   team.share(plan.num_items * kv_heads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first, count; i < last; i += count) {
-      const int64_t* item = plan.items + i / kv_heads * 2;
-      const QueryTile& tile = plan.tiles[item[0]];
-      const int64_t kv_head = i % kv_heads, split = item[1], rows = tile.num_queries * group;
-      count = kv_heads - kv_head < last - i ? kv_heads - kv_head : last - i;
-      if ((split + 1) * SPLIT <= shape.first_seen(tile.first_position)) continue;  // behind every row's window
-      // a tile's partials: [splits][kv_heads][rows][size]
-      float* partials = plan.partials + (tile.partial_at * heads + (split * kv_heads + kv_head) * rows) * size;
-      attend_split({shape, q + tile.first_row * q_stride + kv_head * group * dim, q_stride, scale, keys + kv_head * dim,
-                    values + kv_head * dim, plan.tables + tile.table_at, tile.first_position, tile.num_queries, partials},
-                   count, split);
+    for (int64_t i = first, next; i < last; i = next) {
+      const Work work = all.work(i, last - i);
+      next = i + work.kv_heads;
+      // behind every row's window
+      if ((work.split + 1) * SPLIT <= shape.first_seen(work.item.first_position)) continue;
+      if (next < last) {
+        const Work following = all.work(next, last - next);
+        attend_split(work, &following);
+      } else {
+        attend_split(work, nullptr);
+      }
+      if (!one_split_each) continue;
+      const int64_t head = i % kv_heads * group, end = head + work.kv_heads * group;
+      for (int64_t n = head; n < end; ++n) all.finish(all.tile(i / kv_heads), n);
     }
   });
-  team.share(plan.num_tiles * heads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const QueryTile& tile = plan.tiles[i / heads];
-      const int64_t head = i % heads, kv_head = head / group, rows = tile.num_queries * group;
-      for (int64_t query = 0; query < tile.num_queries; ++query) {
-        const int64_t position = tile.first_position + query, row = query * group + head % group;
-        merge(plan.partials + (tile.partial_at * heads + kv_head * rows + row) * size, kv_heads * rows * size,
-              shape.first_seen(position) / SPLIT, position / SPLIT, dim,
-              out + ((tile.first_row + query) * heads + head) * dim);
-      }
-    }
+  if (one_split_each) return;
+  team.share(plan.num_tiles * shape.heads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) all.finish(plan.tiles[i / shape.heads], i % shape.heads);
   });
 }

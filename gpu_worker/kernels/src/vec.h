@@ -17,9 +17,6 @@ typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef uint16_t halves_in_memory __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef int8_t bytes_in_memory __attribute__((vector_size(LANES), aligned(1), may_alias));
-typedef float vec4 __attribute__((vector_size(16)));
-typedef float vec4_in_memory __attribute__((vector_size(16), aligned(4), may_alias));
-typedef int32_t ivec4 __attribute__((vector_size(16)));
 
 static inline vec load(const float* from) { return *reinterpret_cast<const vec_in_memory*>(from); }
 static inline void store(float* to, vec value) { *reinterpret_cast<vec_in_memory*>(to) = value; }
