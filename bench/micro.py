@@ -22,7 +22,7 @@ from gpu_worker.attention.cpu_backend import CpuAttention
 from gpu_worker.attention.port import StepAttention
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.kernels.build import library_path
-from gpu_worker.kernels.library import PANEL_DTYPES, Kernels, PackedLinear, pack, pack_dots, pack_scales
+from gpu_worker.kernels.library import DOTS_DEPTH, PANEL_DTYPES, Kernels, PackedLinear, pack, pack_dots, pack_scales
 from gpu_worker.model_config import DecoderConfig, load_decoder_config
 from gpu_worker.step_batch import StepBatch
 from wire.config import ModelConfig, load
@@ -192,6 +192,8 @@ def main() -> None:
     stored, dots = getattr(torch, arguments.stored), arguments.activations == "weight"
     if dots and stored not in kernels.dots:
         parser.error(f"--activations weight: {kernels.instruction_set} has no dot products of {arguments.stored} here")
+    if dots and (odd := [depth for depth in config.linear_depths if depth % DOTS_DEPTH]):
+        parser.error(f"--activations weight: depths must be multiples of {DOTS_DEPTH}, not {odd[0]}")
     print(f"{kernels.instruction_set}, {arguments.threads} threads, medians of {arguments.rounds} rounds taken in turn")
     with torch.inference_mode():
         compare_linears(config, kernels, stored, arguments.rows, arguments.rounds, dots=dots)

@@ -1,7 +1,8 @@
 """Whether inputs of linear layers are rounded to the weights' type, which some CPUs multiply faster than float32.
 
-A row is rounded by itself, bfloat16 to nearest even, int8 as weight_dtype.quantize does. Sums, norms, softmax,
-attention and KV stay float32.
+A row is rounded by itself, bfloat16 to nearest even, int8 to the scales of weight_dtype.quantize (by a product with
+127 / max, so that a value in the middle of two steps may take the other one). Sums, norms, softmax, attention and KV
+stay float32.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def _obstacle(
     if stored is not wanted:
         return f"needs weights held as {_name(wanted)} (PHASEMESH_WEIGHT_DTYPE), not {_name(stored)}"
     if dots is None:
-        return "needs the CPU kernels, which are off or not built"
+        return (
+            "needs the CPU kernels, which are off (PHASEMESH_CPU_KERNELS), not built, "
+            "or not used (PHASEMESH_ATTENTION_BACKEND, head dimension)"
+        )
     if wanted not in dots:
         return f"needs a CPU with {_INSTRUCTIONS[wanted]}, which this one lacks"
     for depth in depths:

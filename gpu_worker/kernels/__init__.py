@@ -6,5 +6,6 @@
     packed.py      a checkpoint's weights in the kernels' layout: one mapped file, shared by the host's workers
     decoder.py     the Llama family's forward pass over both
 
-All of it is batch-invariant (design §6). Where it cannot run, gpu_worker/llama.py and torch do the same work.
+All of it is batch-invariant (design §6). Where it cannot run, gpu_worker/llama.py and torch do the same work, but
+round no inputs.
 """

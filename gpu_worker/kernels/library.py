@@ -167,8 +167,8 @@ def linear_scratch(rows: int) -> torch.Tensor:
 
 
 def rounded_row_bytes(depth: int) -> int:
-    """Of a row of inputs of dots: a bfloat16, or an int8, a value, and 8 bytes for every 64: rounded_row_bytes in
-    src/linear.h."""
+    """Of a row of inputs of dots: a bfloat16, or an int8, a value, and 8 bytes for every 64: RoundedRows in
+    src/dots.h."""
     return 2 * depth + depth // DOTS_DEPTH * 8
 
 

@@ -10,7 +10,7 @@ import torch
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""Types a matrix is stored in: Stored in src/linear.h."""
+"""Types a matrix is stored in: Stored in src/weights.h."""
 DOTS_STORED = {torch.bfloat16: 3, torch.uint8: 4}
 """BFLOAT16_PAIRS and INT8_QUADS there, by the type of the panels."""
 

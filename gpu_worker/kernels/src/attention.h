@@ -291,7 +291,7 @@ static inline void merge(const float* partials, int64_t stride, int64_t first, i
 
 // How a step's tokens attend. tiles: [num_tiles]; items: [num_items][2], tile and split, every pair up to the tile's last
 // position. tables: page ids, a sequence's from its tiles' table_at on. partials: scratch of [head_dim + 32] for every
-// query, head and split, a tile's from its partial_at on. Mirrored by gpu_worker/kernels/library.py.
+// query, head and split, a tile's from its partial_at on. Mirrored by gpu_worker/kernels/structs.py.
 struct AttentionPlan {
   const QueryTile* tiles;
   int64_t num_tiles;

@@ -8,7 +8,7 @@
 #include "attention.h"
 #include "linear.h"
 
-// The structs mirror those of gpu_worker/kernels/library.py, field by field.
+// The structs mirror those of gpu_worker/kernels/structs.py, field by field.
 struct Layer {
   const float *attention_norm, *mlp_norm;  // [hidden]
   const float *q_norm, *k_norm;            // [head_dim], or null

@@ -10,7 +10,7 @@ enum Epilogue { STORE, ADD, SILU_TIMES };
 
 constexpr int64_t SCALE_DEPTH = 64;
 
-// Mirrored by gpu_worker/kernels/library.py. scales: [columns / 16][depth / 64][16] of both kinds of int8,
+// Mirrored by gpu_worker/kernels/structs.py. scales: [columns / 16][depth / 64][16] of both kinds of int8,
 // else null; bias may be null.
 struct Linear {
   const void* panels;
