@@ -17,10 +17,10 @@ extern "C" int64_t cpu_runs_avx2() {
 #endif
 }
 
-// Whether the avx512 set may be given weights for dot products (src/dots.h).
+// Whether the avx512 set, where it runs, may be given weights for dot products (dots.h).
 extern "C" int64_t cpu_dots_bfloat16() {
 #if defined(__x86_64__)
-  return cpu_runs_avx512() && __builtin_cpu_supports("avx512bf16");
+  return __builtin_cpu_supports("avx512bf16") != 0;
 #else
   return 0;
 #endif
@@ -28,7 +28,7 @@ extern "C" int64_t cpu_dots_bfloat16() {
 
 extern "C" int64_t cpu_dots_int8() {
 #if defined(__x86_64__)
-  return cpu_runs_avx512() && __builtin_cpu_supports("avx512vnni");
+  return __builtin_cpu_supports("avx512vnni") != 0;
 #else
   return 0;
 #endif
