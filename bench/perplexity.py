@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 from gpu_worker.activation_dtype import VARIABLE as ACTIVATION_VARIABLE
 from gpu_worker.model_runner import load_runner
+from gpu_worker.paged_runner import PagedModelRunner
 from gpu_worker.step_batch import StepBatch
-from gpu_worker.torch_runner import TorchModelRunner
 from wire.config import WorkerConfig, load
 from wire.errors import ConfigInvalid
 from wire.model_path import cache_root, model_path
@@ -64,7 +64,7 @@ class Score:
         return float(torch.tensor(self.loss / self.tokens, dtype=torch.float64).exp())
 
 
-def window_logits(runner: TorchModelRunner, tokens: list[int]) -> Iterator[torch.Tensor]:
+def window_logits(runner: PagedModelRunner, tokens: list[int]) -> Iterator[torch.Tensor]:
     """Logits [n, vocab_size] of all tokens of a sequence on the runner's first pages, chunk after chunk."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         end = min(start + CHUNK_TOKENS, len(tokens))
@@ -75,7 +75,7 @@ def window_logits(runner: TorchModelRunner, tokens: list[int]) -> Iterator[torch
         yield runner.forward(batch)
 
 
-def score(runners: dict[str, TorchModelRunner], tokens: list[int], window: int) -> dict[str, Score]:
+def score(runners: dict[str, PagedModelRunner], tokens: list[int], window: int) -> dict[str, Score]:
     """Score a text of token ids by every runner, side by side; `window` tokens at most see each other."""
     scores = {name: Score() for name in runners}
     for start in range(0, len(tokens), window):
@@ -90,7 +90,7 @@ def score(runners: dict[str, TorchModelRunner], tokens: list[int], window: int) 
     return scores
 
 
-def open_runner(config: WorkerConfig, arm: str, window: int) -> TorchModelRunner:
+def open_runner(config: WorkerConfig, arm: str, window: int) -> PagedModelRunner:
     """Raises ConfigInvalid where the inputs cannot be rounded to what the arm says."""
     weight_dtype, activation_dtype = ARMS[arm]
     return load_runner(
@@ -108,7 +108,7 @@ def open_runner(config: WorkerConfig, arm: str, window: int) -> TorchModelRunner
     )
 
 
-def open_runners(config: WorkerConfig, window: int) -> tuple[dict[str, TorchModelRunner], dict[str, str]]:
+def open_runners(config: WorkerConfig, window: int) -> tuple[dict[str, PagedModelRunner], dict[str, str]]:
     """The arms that are possible here, and why the others are not, by name."""
     runners, obstacles = {}, {}
     for arm in ARMS:

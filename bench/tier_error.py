@@ -17,10 +17,10 @@ import torch
 
 from bench.perplexity import CHUNK_TOKENS, PAGE_SIZE, WINDOW_TOKENS, Score, parse_command_line
 from gpu_worker.model_runner import load_runner
+from gpu_worker.paged_runner import PagedModelRunner
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.tiers.open_tiers import open_codec
 from gpu_worker.tiers.unit_codec import Bytes, LowerTierDtype, UnitCodec
-from gpu_worker.torch_runner import TorchModelRunner
 from gpu_worker.transfer.port import UnitPlace, unit_places
 from kvstore.prefix_hash import namespace
 from wire.config import WorkerConfig
@@ -47,7 +47,7 @@ class Arm:
 class Bench:
     """Arms side by side in one runner's pages; the first pages hold the KV as it was computed."""
 
-    def __init__(self, runner: TorchModelRunner, window: int) -> None:
+    def __init__(self, runner: PagedModelRunner, window: int) -> None:
         assert runner.kv is not None
         self.runner = runner
         self.kv = runner.kv

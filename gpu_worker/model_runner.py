@@ -14,14 +14,15 @@ from gpu_worker.attention.choose import choose, page_size_for
 from gpu_worker.cuda.open_runner import open_cuda_runner
 from gpu_worker.float8 import FLOAT8
 from gpu_worker.float8_linear import choose_matmul, quantize_linears
-from gpu_worker.kernels.decoder import PackedCausalLM
+from gpu_worker.kernels.decoder import KernelModelRunner
 from gpu_worker.kernels.library import Kernels, load_kernels
 from gpu_worker.kernels.packed import load_packed
 from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.kv_format import KVFormat, choose_kv_format
 from gpu_worker.llama import CausalLM
 from gpu_worker.model_config import DecoderConfig, context_limit, load_decoder_config
-from gpu_worker.torch_runner import LanguageModel, TorchModelRunner
+from gpu_worker.paged_runner import PagedModelRunner
+from gpu_worker.torch_runner import TorchModelRunner
 from gpu_worker.weight_dtype import WeightDtype, choose_weight_dtype
 from gpu_worker.weights import checkpoint_dtype, load_weights, served_revision
 from wire.errors import ConfigInvalid
@@ -46,7 +47,7 @@ def load_runner(
     kv_dtype: str = "auto",
     cuda_graphs: bool = True,
     activation_dtype: str = "auto",
-) -> TorchModelRunner:
+) -> PagedModelRunner:
     """Load a Hugging Face directory and make its KV pages.
 
     device: a torch device, or `auto`: cuda when there is one. page_size: tokens, None: the attention backend's.
@@ -70,7 +71,13 @@ def load_runner(
         depths=config.linear_depths,
     )
     dtype = weights.compute
-    model = _load_model(config, model_dir, weights, torch_device, kernels, kernels_dir)
+    with torch.device("meta"):
+        model = CausalLM(config)
+    packed = None
+    if kernels is not None and kernels_dir is not None:
+        packed = load_packed(model, config, model_dir, weights.stored, kernels_dir, dots=weights.dots)
+    else:
+        _load_weights(model, model_dir, weights, torch_device)
     kv_format = choose_kv_format(kv_dtype, dtype, torch_device, config.head_dim)
     attention = choose(
         attention_backend,
@@ -93,8 +100,10 @@ def load_runner(
         return open_cuda_runner(
             card, config, model, attention, layout, torch_device, graphs=cuda_graphs, threads=threads
         )
-    kv_cache = KVCache(layout, torch_device, copy_runs=None if kernels is None else kernels.copy_runs)
-    return TorchModelRunner(card, config, model, attention, kv_cache, threads=threads)
+    if kernels is not None and packed is not None:
+        kv_cache = KVCache(layout, torch_device, copy_runs=kernels.copy_runs)
+        return KernelModelRunner(card, config, packed, kernels, kv_cache, threads=threads)
+    return TorchModelRunner(card, config, model, attention, KVCache(layout, torch_device), threads=threads)
 
 
 def _model_card(config: DecoderConfig, name: str, revision: str, max_model_len: int, kv_format: KVFormat) -> ModelCard:
@@ -121,26 +130,12 @@ def _kernels(kernels_dir: Path | None, device: torch.device, attention_backend: 
     return kernels
 
 
-def _load_model(
-    config: DecoderConfig,
-    model_dir: Path,
-    weights: WeightDtype,
-    device: torch.device,
-    kernels: Kernels | None,
-    kernels_dir: Path | None,
-) -> LanguageModel:
-    with torch.device("meta"):
-        model = CausalLM(config)
-    if weights.stored is FLOAT8:
-        matmul = choose_matmul(device, _capability(device))
-        load_weights(model, model_dir, replace(weights, stored=weights.compute), device)
-        quantize_linears(model, matmul)
-        return model
-    if kernels is None or kernels_dir is None:
-        load_weights(model, model_dir, weights, device)
-        return model
-    packed = load_packed(model, config, model_dir, weights.stored, kernels_dir, dots=weights.dots)
-    return PackedCausalLM(config, packed, kernels)
+def _load_weights(model: CausalLM, model_dir: Path, weights: WeightDtype, device: torch.device) -> None:
+    if weights.stored is not FLOAT8:
+        return load_weights(model, model_dir, weights, device)
+    matmul = choose_matmul(device, _capability(device))
+    load_weights(model, model_dir, replace(weights, stored=weights.compute), device)
+    return quantize_linears(model, matmul)
 
 
 def _device(name: str) -> torch.device:

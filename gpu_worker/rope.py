@@ -82,6 +82,25 @@ class RotaryEmbedding:
         return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
 
 
+class RotaryTable:
+    """cos and sin by position, on the CPU in float32, as far as steps have come."""
+
+    POSITIONS_AT_ONCE = 4096
+    """Computed together: a position's bits do not depend on how far the table reaches."""
+
+    def __init__(self, embedding: RotaryEmbedding) -> None:
+        self._embedding = embedding
+        self._cos, self._sin = torch.empty(0), torch.empty(0)
+
+    def reach(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [at least `positions`, head_dim / 2]."""
+        while (known := len(self._cos)) < positions:
+            more = self._embedding.cos_sin(torch.arange(known, known + self.POSITIONS_AT_ONCE), torch.float32)
+            cos, sin = (part.flatten(1) for part in more)
+            self._cos, self._sin = (torch.cat((self._cos, cos)), torch.cat((self._sin, sin))) if known else (cos, sin)
+        return self._cos, self._sin
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [num_tokens, heads, head_dim], whose dims i and i + head_dim / 2 are a pair."""
     first, second = x.chunk(2, dim=-1)

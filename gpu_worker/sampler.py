@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -19,35 +20,44 @@ from gpu_worker.sequences import LiveSequence
 from wire.plan import ModelCard
 from wire.sampling import SamplingParams, TokenLogprobs
 
+FindLargest: TypeAlias = Callable[[torch.Tensor], tuple[list[float], list[int]]]
+"""Of values [rows, columns]: each row's largest and the column where it first is; if it has NaN, NaN and any."""
+
 _NUCLEUS_GUESSES = (256, 4096)
 """Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only when they do not reach p."""
 
 
-def sample(logits: torch.Tensor, sequences: Sequence[LiveSequence], card: ModelCard) -> list[Sampled]:
-    """Next token of each sequence. logits: float32 [len(sequences), vocab_size], any device."""
+def find_largest(values: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Implements FindLargest, on any device."""
+    best, columns = values.max(dim=-1)  # lets NaN through; of equal maxima the first
+    return best.tolist(), columns.tolist()
+
+
+def sample(
+    logits: torch.Tensor, sequences: Sequence[LiveSequence], card: ModelCard, largest: FindLargest = find_largest
+) -> list[Sampled]:
+    """Next token of each sequence. logits: float32 [len(sequences), vocab_size]."""
     if not sequences:
         return []
-    # One pass gives both the plain argmax and the soundness of each row: max lets NaN through.
-    best, best_ids = logits.max(dim=-1)  # [num_rows] each; of equal maxima the first
-    sound: list[bool] = torch.isfinite(best).tolist()
-    greedy: list[int] = best_ids.tolist()
+    # One pass gives both the plain argmax and the soundness of each row.
+    best, greedy = largest(logits)
     return [
-        _sample_row(logits[i], sequence, card, greedy[i]) if sound[i] else Sampled(None)
+        _sample_row(logits, i, sequence, card, greedy[i]) if math.isfinite(best[i]) else Sampled(None)
         for i, sequence in enumerate(sequences)
     ]
 
 
-def _sample_row(logits: torch.Tensor, sequence: LiveSequence, card: ModelCard, greedy: int) -> Sampled:
+def _sample_row(logits: torch.Tensor, row: int, sequence: LiveSequence, card: ModelCard, greedy: int) -> Sampled:
     params = sequence.sampling
     token: int | None = greedy
     masked: list[int] = []
     if sequence.num_output_tokens < params.min_tokens:
-        masked = [stop_id for stop_id in sequence.stop_ids(card) if stop_id < len(logits)]
+        masked = [stop_id for stop_id in sequence.stop_ids(card) if stop_id < logits.shape[1]]
     if masked or params.temperature > 0 or changes_logits(params):
-        token = _draw(adjusted(logits.double(), sequence, masked), sequence)
+        token = _draw(adjusted(logits[row].double(), sequence, masked), sequence)
     if token is None or params.logprobs is None:
         return Sampled(token)
-    return Sampled(token, token_logprobs(logits, token, params.logprobs))
+    return Sampled(token, token_logprobs(logits[row], token, params.logprobs))
 
 
 def changes_logits(p: SamplingParams) -> bool:

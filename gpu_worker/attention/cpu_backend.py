@@ -48,18 +48,22 @@ class CpuAttention:
     def prepare(
         self, batch: StepBatch, *, page_size: int, windows: Set[int | None], dtype: torch.dtype, device: torch.device
     ) -> CpuStepAttention:
-        tiles: list[tuple[int, int, int, int, int]] = []
-        items: list[tuple[int, int]] = []
-        tables: list[int] = []
-        row = num_partials = 0
-        for query_len, context_len, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
-            for start in range(0, query_len, TILE_QUERIES):
-                queries = min(TILE_QUERIES, query_len - start)
-                position = context_len - query_len + start
-                splits = (position + queries - 1) // SPLIT_TOKENS + 1
-                items.extend((len(tiles), split) for split in range(splits))
-                tiles.append((row + start, queries, position, len(tables), num_partials))
-                num_partials += splits * queries
-            row += query_len
-            tables += table
-        return CpuStepAttention(self._kernels, AttentionPlan(tiles, items, tables, num_partials))
+        return CpuStepAttention(self._kernels, attention_plan(batch))
+
+
+def attention_plan(batch: StepBatch) -> AttentionPlan:
+    tiles: list[tuple[int, int, int, int, int]] = []
+    items: list[tuple[int, int]] = []
+    tables: list[int] = []
+    row = num_partials = 0
+    for query_len, context_len, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+        for start in range(0, query_len, TILE_QUERIES):
+            queries = min(TILE_QUERIES, query_len - start)
+            position = context_len - query_len + start
+            splits = (position + queries - 1) // SPLIT_TOKENS + 1
+            items.extend((len(tiles), split) for split in range(splits))
+            tiles.append((row + start, queries, position, len(tables), num_partials))
+            num_partials += splits * queries
+        row += query_len
+        tables += table
+    return AttentionPlan(tiles, items, tables, num_partials)

@@ -1,6 +1,7 @@
 """The Llama family's forward pass over the CPU kernels: gpu_worker/llama.py's CausalLM with packed weights.
 
-A step is one call (src/decoder.h); here its arguments are put together.
+A step is one call (src/decoder.h); here its arguments are put together, without torch where they are integers: a step
+of one token takes a few milliseconds, and each operator of torch a hundredth of one.
 """
 
 from __future__ import annotations
@@ -9,52 +10,61 @@ from typing import Any
 
 import torch
 
-from gpu_worker.attention.cpu_backend import CpuStepAttention
-from gpu_worker.attention.port import StepAttention
+from gpu_worker.attention.cpu_backend import CpuAttention, attention_plan
 from gpu_worker.kernels import structs
 from gpu_worker.kernels.library import Kernels, linear_scratch, rounded_rows
 from gpu_worker.kernels.packed import Packed, packed_linear
-from gpu_worker.kernels.structs import address, made
+from gpu_worker.kernels.structs import address, integers, made, place
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.model_config import DecoderConfig
+from gpu_worker.paged_runner import PagedModelRunner
+from gpu_worker.rope import RotaryEmbedding, RotaryTable
+from gpu_worker.step_batch import StepBatch
+from wire.plan import ModelCard
 
 
-class PackedCausalLM:
-    def __init__(self, config: DecoderConfig, packed: Packed, kernels: Kernels) -> None:
+class KernelModelRunner(PagedModelRunner):
+    def __init__(
+        self,
+        card: ModelCard,
+        config: DecoderConfig,
+        packed: Packed,
+        kernels: Kernels,
+        kv_cache: KVCache,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__(card, kv_cache, attention_backend=CpuAttention.name, threads=threads, largest=kernels.largest)
         self._config = config
         self._kernels = kernels
         self._packed = packed
-        self._model: Any = None
-        self._kv_cache: KVCache | None = None
+        self._model = _model(config, packed, kv_cache)
+        self._rotary = RotaryTable(RotaryEmbedding(config.rope, config.head_dim, self.device))
         self._is_dots = packed_linear(packed, "head", config.vocab_size).is_dots
         self._workspace = _Workspace(config, rows=0, is_dots=self._is_dots)
 
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        kv_cache: KVCache,
-        slots: torch.Tensor,
-        attention: StepAttention,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """token_ids, slots: [num_tokens] → float32 logits [len(logit_rows), vocab_size] of those rows, ascending."""
-        assert isinstance(attention, CpuStepAttention), "the kernels attend by themselves"
-        if kv_cache is not self._kv_cache:
-            self._model, self._kv_cache = _model(self._config, self._packed, kv_cache), kv_cache
-        if not self._workspace.serves(len(token_ids)):
-            self._workspace = _Workspace(self._config, rows=len(token_ids), is_dots=self._is_dots)
-        logits = torch.empty(len(logit_rows), self._config.vocab_size)
+    @torch.no_grad()
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """As PagedModelRunner's."""
+        rows, num_logit_rows = len(batch.token_ids), len(batch.logit_rows)
+        if not self._workspace.serves(rows):
+            self._workspace = _Workspace(self._config, rows=rows, is_dots=self._is_dots)
+        logits = torch.empty(num_logit_rows, self._config.vocab_size)
+        plan = attention_plan(batch)
+        lists = batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows
+        token_ids, positions, slots, logit_rows = (integers(values) for values in lists)
+        cos, sin = self._rotary.reach(max(batch.context_lens, default=0))
         step = made(
             structs.Step,
-            rows=len(token_ids),
-            token_ids=token_ids.data_ptr(),
-            slots=slots.data_ptr(),
-            cos=cos_sin[0].data_ptr(),
-            sin=cos_sin[1].data_ptr(),
-            attention=attention.plan.struct(self._config.num_heads, self._config.head_dim),
-            logit_rows=logit_rows.data_ptr(),
-            num_logit_rows=len(logit_rows),
+            rows=rows,
+            token_ids=place(token_ids),
+            positions=place(positions),
+            slots=place(slots),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            attention=plan.struct(self._config.num_heads, self._config.head_dim),
+            logit_rows=place(logit_rows),
+            num_logit_rows=num_logit_rows,
             logits=logits.data_ptr(),
             workspace=self._workspace.struct,
         )

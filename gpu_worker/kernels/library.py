@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from gpu_worker.kernels import structs
 from gpu_worker.kernels.build import KernelsUnavailable, instruction_sets, library_path
-from gpu_worker.kernels.structs import address
+from gpu_worker.kernels.structs import address, integers, place
 from gpu_worker.weight_dtype import group_scales, quantize
 
 log = logging.getLogger("gpu_worker.kernels")
@@ -38,6 +39,8 @@ SPLIT_TOKENS = 512
 MAX_HEAD_DIM = 256
 _PARTIAL_PADDING = 32
 """Of partial_size in src/attention.h."""
+_PART_COLUMNS = 4096
+"""PART_COLUMNS in src/largest.h."""
 _BLOCK_DEPTH = 256
 """BLOCK_DEPTH in src/linear.h."""
 
@@ -47,7 +50,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "linear": [_P, _I, _I, ctypes.POINTER(structs.Linear), _P, _I, _I, _P, _P, _I],
     "swiglu": [_P, _I, _I, ctypes.POINTER(structs.Linear), ctypes.POINTER(structs.Linear), _P, _I, _P, _P, _I],
     "rms_norm": [_P, _P, _P, _I, _I, _F, _I],
-    "rope_and_write": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "rope_and_write": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "largest": [_P, _I, _I, _P, _P, _I],
     "attend": [_P, _I, _P, _P, _P, ctypes.POINTER(structs.AttentionPlan), _I, _I, _I, _I, _I, _I],
     "copy_runs": [_P, _P, _P, _I],
 }
@@ -141,9 +145,10 @@ class AttentionPlan:
         tables: Sequence[int],
         num_partials: int,
     ) -> None:
-        self._tiles = torch.tensor(tiles, dtype=torch.int64)
-        self._items = torch.tensor(items, dtype=torch.int64)
-        self._tables = torch.tensor(tables, dtype=torch.int64)
+        self._num_tiles, self._num_items = len(tiles), len(items)
+        # Not tensors: a step is put together in microseconds.
+        self._tiles, self._items = integers(chain.from_iterable(tiles)), integers(chain.from_iterable(items))
+        self._tables = integers(tables)
         self._num_partials = num_partials
         self._partials: torch.Tensor | None = None
 
@@ -152,11 +157,11 @@ class AttentionPlan:
         self._partials = torch.empty(self._num_partials * heads, head_dim + _PARTIAL_PADDING)
         return structs.made(
             structs.AttentionPlan,
-            tiles=self._tiles.data_ptr(),
-            num_tiles=len(self._tiles),
-            items=self._items.data_ptr(),
-            num_items=len(self._items),
-            tables=self._tables.data_ptr(),
+            tiles=place(self._tiles),
+            num_tiles=self._num_tiles,
+            items=place(self._items),
+            num_items=self._num_items,
+            tables=place(self._tables),
             partials=self._partials.data_ptr(),
         )
 
@@ -202,6 +207,15 @@ class Kernels:
         """A whole step: structs.Model and structs.Step, whose tensors the caller keeps; see kernels/decoder.py."""
         self._functions["decode"](model, step, torch.get_num_threads())
 
+    def largest(self, values: torch.Tensor) -> tuple[list[float], list[int]]:
+        """Implements gpu_worker.sampler.FindLargest for contiguous float32 values."""
+        rows, columns = values.shape
+        assert values.is_contiguous() and columns
+        parts = (structs.Largest * (rows * -(-columns // _PART_COLUMNS)))()
+        found = (structs.Largest * rows)()
+        self._functions["largest"](values.data_ptr(), rows, columns, parts, found, torch.get_num_threads())
+        return [one.value for one in found], [one.column for one in found]
+
     def linear(self, x: torch.Tensor, layer: PackedLinear, out: torch.Tensor, *, add: bool = False) -> None:
         """x [rows, depth] → out [rows, columns] = layer(x), or with `add` out += layer(x). Rows may be strided."""
         rows, depth = x.shape
@@ -237,14 +251,15 @@ class Kernels:
         norms: tuple[torch.Tensor, torch.Tensor] | None,
         eps: float,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
         slots: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Norm (if any) and rotate q of qkv in place; write k, so treated, and v to their slots.
 
         qkv: contiguous [rows, heads + 2 * kv_heads, head_dim]. norms: of q and k, [head_dim] each.
-        cos_sin: [rows, 1, head_dim / 2] each. slots: int64 [rows]. pages: K and V of the layer,
-        [num_pages, page_size, kv_heads, head_dim].
+        cos_sin: of every position, [positions, head_dim / 2]. positions, slots: int64 [rows]. pages: K and V of the
+        layer, [num_pages, page_size, kv_heads, head_dim].
         """
         rows, all_heads, head_dim = qkv.shape
         kv_heads = pages[0].shape[2]
@@ -252,8 +267,8 @@ class Kernels:
         q_norm, k_norm = norms or (None, None)
         self._functions["rope_and_write"](
             qkv.data_ptr(), address(q_norm), address(k_norm), eps, cos_sin[0].data_ptr(), cos_sin[1].data_ptr(),
-            slots.data_ptr(), pages[0].data_ptr(), pages[1].data_ptr(), rows, all_heads - 2 * kv_heads, kv_heads,
-            head_dim, torch.get_num_threads(),
+            positions.data_ptr(), slots.data_ptr(), pages[0].data_ptr(), pages[1].data_ptr(), rows,
+            all_heads - 2 * kv_heads, kv_heads, head_dim, torch.get_num_threads(),
         )  # fmt: skip
 
     def attend(

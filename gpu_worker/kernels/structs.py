@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +19,16 @@ DOTS_STORED = {torch.bfloat16: 3, torch.uint8: 4}
 
 def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def integers(values: Iterable[int]) -> array[int]:
+    """As int64, for `place`: cheaper to make than a tensor."""
+    return array("q", values)
+
+
+def place(values: array[int]) -> int:
+    """Their address, as long as they live."""
+    return values.buffer_info()[0]
 
 
 class Linear(ctypes.Structure):
@@ -56,9 +68,14 @@ class Workspace(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = (
-        ("rows", _I), ("token_ids", _P), ("slots", _P), ("cos", _P), ("sin", _P), ("attention", AttentionPlan),
-        ("logit_rows", _P), ("num_logit_rows", _I), ("logits", _P), ("workspace", Workspace),
+        ("rows", _I), ("token_ids", _P), ("positions", _P), ("slots", _P), ("cos", _P), ("sin", _P),
+        ("attention", AttentionPlan), ("logit_rows", _P), ("num_logit_rows", _I), ("logits", _P),
+        ("workspace", Workspace),
     )  # fmt: skip
+
+
+class Largest(ctypes.Structure):
+    _fields_ = (("value", ctypes.c_double), ("column", _I))
 
 
 def made(struct: type[ctypes.Structure], **fields: Any) -> Any:

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 
 from bench import perplexity
 from bench.perplexity import REFERENCE, TEXT, Score, score
-from gpu_worker.torch_runner import TorchModelRunner
+from gpu_worker.paged_runner import PagedModelRunner
 from tests.model.conftest import checkpoint, load_reference  # noqa: F401  # fixtures
 from wire.config import WorkerConfig, load
 
 
-def runners_of(directory: Path, window: int) -> dict[str, TorchModelRunner]:
+def runners_of(directory: Path, window: int) -> dict[str, PagedModelRunner]:
     config = load(WorkerConfig, os.environ)
     config = replace(config, model=replace(config.model, model=str(directory)))
     return perplexity.open_runners(config, window)[0]

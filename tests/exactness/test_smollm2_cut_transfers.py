@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gpu_worker.model_runner import load_runner
-from gpu_worker.torch_runner import TorchModelRunner
+from gpu_worker.paged_runner import PagedModelRunner
 from gpu_worker.transfer.transports import GRPC, SHM
 from scheduler.policy.transfers import DISTRUST_S
 from tests.exactness.prompts import PROMPTS
@@ -49,7 +49,7 @@ class Cut:
 
 
 @pytest.fixture(scope="module")
-def runners(smollm2_dir: Path) -> list[TorchModelRunner]:
+def runners(smollm2_dir: Path) -> list[PagedModelRunner]:
     """Two workers' models; one mesh at a time has them."""
     return [
         load_runner(
@@ -79,7 +79,7 @@ def case(smollm2_dir: Path) -> tuple[list[int], list[int]]:
 
 @asynccontextmanager
 async def cuttable(
-    runners: list[TorchModelRunner], transport: str, roles: list[Role], max_running: int | None = None
+    runners: list[PagedModelRunner], transport: str, roles: list[Role], max_running: int | None = None
 ) -> AsyncIterator[tuple[InProcessMesh, Cut]]:
     cut = Cut()
     config = BatchingConfig(step_token_budget=32, itl_target_ms=inf, max_running=max_running)
@@ -98,7 +98,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 @pytest.mark.parametrize("transport", [SHM, GRPC])
 @pytest.mark.parametrize("layers", LAYERS)
 async def test_a_prefix_cut_off_after_any_layer(
-    runners: list[TorchModelRunner], case: tuple[list[int], list[int]], layers: Sequence[int], transport: str
+    runners: list[PagedModelRunner], case: tuple[list[int], list[int]], layers: Sequence[int], transport: str
 ) -> None:
     """A request holds the prefix on one worker, which has room for no other: the next one pulls it to the other."""
     prompt, expected = case
@@ -119,7 +119,7 @@ async def test_a_prefix_cut_off_after_any_layer(
 @pytest.mark.parametrize("transport", [SHM, GRPC])
 @pytest.mark.parametrize("layers", LAYERS)
 async def test_a_handoff_cut_off_after_any_layer(
-    runners: list[TorchModelRunner], case: tuple[list[int], list[int]], layers: Sequence[int], transport: str
+    runners: list[PagedModelRunner], case: tuple[list[int], list[int]], layers: Sequence[int], transport: str
 ) -> None:
     prompt, expected = case
     async with cuttable(runners, transport, [Role.PREFILL, Role.DECODE]) as (mesh, cut):

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 
 from gpu_worker.executor import Executor
 from gpu_worker.model_runner import load_runner
+from gpu_worker.paged_runner import PagedModelRunner
 from gpu_worker.telemetry import StepTelemetry
 from gpu_worker.tiers.open_tiers import lower_stores, open_codec, open_stack
 from gpu_worker.tiers.unit_codec import LowerTierDtype
-from gpu_worker.torch_runner import TorchModelRunner
 from gpu_worker.transfer.plane import open_plane
 from kvstore.prefix_hash import chain, namespace
 from observability.metrics import WorkerMetrics
@@ -53,7 +53,7 @@ LEAVING_UNITS = 64
 
 
 @pytest.fixture(scope="module")
-def runner(smollm2_dir: Path) -> TorchModelRunner:
+def runner(smollm2_dir: Path) -> PagedModelRunner:
     return load_runner(
         smollm2_dir,
         device="cpu",
@@ -101,7 +101,7 @@ class Session:
 
 @asynccontextmanager
 async def worker(
-    runner: TorchModelRunner, tier: Tier, config: TierConfig, cell: CellConfig
+    runner: PagedModelRunner, tier: Tier, config: TierConfig, cell: CellConfig
 ) -> AsyncIterator[tuple[Session, Callable[[], bool]]]:
     """Its one session, and what waits until the tiers below the host have everything."""
     metrics, units = WorkerMetrics(), namespace(runner.card)
@@ -125,7 +125,7 @@ async def worker(
 
 @pytest.mark.parametrize("tier", LOWER_TIERS)
 async def test_the_prefix_comes_back_from_below(
-    tier: Tier, runner: TorchModelRunner, smollm2_dir: Path, tmp_path: Path, redis_url: str
+    tier: Tier, runner: PagedModelRunner, smollm2_dir: Path, tmp_path: Path, redis_url: str
 ) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
     cases = {p.name: (encode_prompt(p, tokenizer), p.output_tokens) for p in PROMPTS if p.name in NAMES}

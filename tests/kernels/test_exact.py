@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_worker.kernels.library import PANEL_DTYPES, Kernels
-from gpu_worker.torch_runner import TorchModelRunner
+from gpu_worker.paged_runner import PagedModelRunner
 from tests.model.paged import PagedSequences, open_runner
 
 LENGTHS = (1, 17, 40, 130, 290)
@@ -24,7 +24,7 @@ DOTS = (("bfloat16", "bfloat16"), ("int8", "int8"))
     params=[*((str(dtype).removeprefix("torch."), "float32") for dtype in PANEL_DTYPES), *DOTS],
     ids="-".join,
 )
-def runner(request: pytest.FixtureRequest, built: Path, smollm2_dir: Path) -> TorchModelRunner:
+def runner(request: pytest.FixtureRequest, built: Path, smollm2_dir: Path) -> PagedModelRunner:
     """With every type of weights that the kernels read, and every one that this CPU multiplies by its own kind."""
     weight_dtype, activation_dtype = request.param
     if request.param in DOTS and getattr(torch, weight_dtype) not in Kernels(built).dots:
@@ -44,7 +44,7 @@ def decodes_at_the_end(remaining: dict[int, int]) -> dict[int, int]:
     return {i: left - 10 if left > 10 else 1 for i, left in remaining.items()}
 
 
-def test_logits_are_bitwise_the_same_however_the_work_is_split(runner: TorchModelRunner) -> None:
+def test_logits_are_bitwise_the_same_however_the_work_is_split(runner: PagedModelRunner) -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(49152) for _ in range(length)] for length in LENGTHS]
 
@@ -63,7 +63,7 @@ def test_logits_are_bitwise_the_same_however_the_work_is_split(runner: TorchMode
         torch.set_num_threads(threads)
 
 
-def test_a_chunk_may_stand_on_another_one_of_its_step(runner: TorchModelRunner) -> None:
+def test_a_chunk_may_stand_on_another_one_of_its_step(runner: PagedModelRunner) -> None:
     """Its first two pages are written in the same step: in each layer, before anything attends."""
     rng = random.Random(2)
     tokens = [rng.randrange(49152) for _ in range(50)]
@@ -75,7 +75,7 @@ def test_a_chunk_may_stand_on_another_one_of_its_step(runner: TorchModelRunner) 
     assert torch.equal(first, expected) and torch.equal(second, expected[32:])
 
 
-def test_a_resumed_sequence_gives_the_same_bits(runner: TorchModelRunner) -> None:
+def test_a_resumed_sequence_gives_the_same_bits(runner: PagedModelRunner) -> None:
     """Preempted after 100 tokens of its decode, then recomputed in one chunk on other pages."""
     rng = random.Random(1)
     tokens = [rng.randrange(49152) for _ in range(120)]

@@ -145,8 +145,10 @@ def test_rms_norm_equals_float64(kernels: Kernels, size: int) -> None:
 def test_rope_and_write_equal_torch(kernels: Kernels, heads: int, kv_heads: int, head_dim: int, normed: bool) -> None:
     for rows in (1, 5, 40):
         qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim)
-        angles = torch.randn(rows, 1, head_dim // 2)
-        cos_sin = angles.cos(), angles.sin()
+        angles = torch.randn(50, head_dim // 2)
+        table = angles.cos(), angles.sin()
+        positions = torch.randint(50, (rows,))
+        cos_sin = table[0][positions, None], table[1][positions, None]
         norms = (torch.randn(head_dim), torch.randn(head_dim)) if normed else None
         q, k, v = (part.clone() for part in torch.split(qkv, [heads, kv_heads, kv_heads], dim=1))
         if norms is not None:
@@ -156,7 +158,7 @@ def test_rope_and_write_equal_torch(kernels: Kernels, heads: int, kv_heads: int,
             )
         keys, values = torch.zeros(4, 16, kv_heads, head_dim), torch.zeros(4, 16, kv_heads, head_dim)
         slots = torch.randperm(64)[:rows]
-        kernels.rope_and_write(qkv, norms, 1e-6, cos_sin, slots, (keys, values))
+        kernels.rope_and_write(qkv, norms, 1e-6, table, positions, slots, (keys, values))
         torch.testing.assert_close(qkv[:, :heads], rotate(q, *cos_sin), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(keys.flatten(0, 1)[slots], rotate(k, *cos_sin), rtol=1e-5, atol=1e-5)
         assert torch.equal(values.flatten(0, 1)[slots], v)

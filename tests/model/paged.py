@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from gpu_worker.model_runner import load_runner
+from gpu_worker.paged_runner import PagedModelRunner
 from gpu_worker.step_batch import StepBatch
-from gpu_worker.torch_runner import TorchModelRunner
 from wire.config import WorkerConfig, load
 from wire.model_path import cache_root
 
 
-def open_runner(directory: Path, **changes: Any) -> TorchModelRunner:
+def open_runner(directory: Path, **changes: Any) -> PagedModelRunner:
     """A runner as the tests want it, on the CPU, inputs of linear layers as they are.
 
     PHASEMESH_CPU_KERNELS says whether with our kernels.
@@ -49,7 +49,7 @@ class Sequence:
 class PagedSequences:
     """Sequences with their pages dealt from a shuffled pool. step() returns the logits of every token it ran."""
 
-    def __init__(self, runner: TorchModelRunner, token_lists: list[list[int]], rng: random.Random) -> None:
+    def __init__(self, runner: PagedModelRunner, token_lists: list[list[int]], rng: random.Random) -> None:
         self.runner = runner
         pool = list(range(runner.num_pages))
         rng.shuffle(pool)

@@ -17,7 +17,7 @@ from gpu_worker import model_runner
 from gpu_worker.activation_dtype import choose_activation_dtype
 from gpu_worker.kernels.build import KernelsUnavailable
 from gpu_worker.kernels.library import Kernels
-from gpu_worker.torch_runner import TorchModelRunner
+from gpu_worker.paged_runner import PagedModelRunner
 from gpu_worker.weight_dtype import WeightDtype, rounded
 from kvstore.prefix_hash import namespace
 from tests.kernels.conftest import built  # noqa: F401  # a fixture
@@ -123,7 +123,7 @@ def dtype(request: pytest.FixtureRequest, built: Path) -> str:  # noqa: F811
     return name
 
 
-def opened(directory: Path, dtype: str, activation_dtype: str) -> TorchModelRunner:
+def opened(directory: Path, dtype: str, activation_dtype: str) -> PagedModelRunner:
     """With the kernels, whatever PHASEMESH_CPU_KERNELS says."""
     runner = open_runner(
         directory,

@@ -22,6 +22,7 @@ from gpu_worker.attention.flash_attn_backend import (
 )
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.step_batch import StepBatch
+from gpu_worker.torch_runner import TorchModelRunner
 from tests.model.conftest import Reference
 from tests.model.paged import PagedSequences, open_runner
 from tests.model.test_families import assert_close, one_token_each, random_mix, token_lists
@@ -146,6 +147,7 @@ def test_arguments_mean_what_the_model_means(
 ) -> None:
     rng = random.Random(family)
     runner = open_runner(checkpoint(family), page_size=256, num_pages=12, kernels_dir=None)
+    assert isinstance(runner, TorchModelRunner)
     runner._attention = FlashAttention()
     prompts = [*token_lists(rng), [rng.randrange(320) for _ in range(300)]]
     for choose_counts in (random_mix(rng), one_token_each):

@@ -16,6 +16,7 @@
 constexpr int64_t BLOCK = 128;      // positions whose scores are held at once
 constexpr int64_t SPLIT = 512;      // positions of one work item; gpu_worker/attention/cpu_backend.py has it too
 constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t BACKUP_FLOATS = RESULT_FLOATS / 16;  // partials of a KV head, if others may do it too
 constexpr int64_t HEADS_AT_ONCE = 4;  // KV heads of few rows that go through a block together
 
 // A run of up to a few queries of one sequence, consecutive positions. Mirrors the rows of the `tiles` argument.
@@ -89,6 +90,7 @@ struct Work {
   Item item;
   int64_t kv_heads, split;
 
+  int64_t floats() const { return kv_heads * item.rows() * item.shape.partial_size(); }
   // Where the first block lies that any row sees.
   int64_t first_block() const {
     const int64_t first = item.shape.first_seen(item.first_position);
@@ -314,28 +316,36 @@ struct Attention {
 
   const QueryTile& tile(int64_t item) const { return plan.tiles[plan.items[item * 2]]; }
 
-  // From the i-th pair of item and KV head on, of which `left` are left: those of one item.
-  Work work(int64_t i, int64_t left) const {
+  // From the i-th pair of item and KV head on, of which `left` are left: those of one item. Its partials go to `to`.
+  Work work(int64_t i, int64_t left, float* to) const {
     const int64_t kv_heads = shape.kv_heads, item = i / kv_heads, kv_head = i % kv_heads, group = shape.group();
     const int64_t dim = shape.head_dim, split = plan.items[item * 2 + 1];
     const QueryTile& of = tile(item);
-    // a tile's partials: [splits][kv_heads][rows][size]
-    const int64_t rows_before = of.partial_at * shape.heads + (split * kv_heads + kv_head) * of.num_queries * group;
     return {{shape, q + of.first_row * q_stride + kv_head * group * dim, q_stride, scale, keys + kv_head * dim,
-             values + kv_head * dim, plan.tables + of.table_at, of.first_position, of.num_queries,
-             plan.partials + rows_before * shape.partial_size()},
+             values + kv_head * dim, plan.tables + of.table_at, of.first_position, of.num_queries, to},
             kv_heads - kv_head < left ? kv_heads - kv_head : left, split};
   }
 
-  // All splits of a tile's head are done.
-  void finish(const QueryTile& of, int64_t head) const {
+  // A tile's: [splits][kv_heads][rows][size].
+  float* partials(const QueryTile& of, int64_t split, int64_t kv_head) const {
+    const int64_t rows_before = (split * shape.kv_heads + kv_head) * of.num_queries * shape.group();
+    return plan.partials + (of.partial_at * shape.heads + rows_before) * shape.partial_size();
+  }
+
+  // All splits of a tile's head are done. partials: those of its KV head in the first split.
+  void finish(const QueryTile& of, int64_t head, const float* partials) const {
     const int64_t group = shape.group(), rows = of.num_queries * group, size = shape.partial_size();
     for (int64_t query = 0; query < of.num_queries; ++query) {
       const int64_t position = of.first_position + query, row = query * group + head % group;
-      merge(plan.partials + (of.partial_at * shape.heads + head / group * rows + row) * size,
-            shape.kv_heads * rows * size, shape.first_seen(position) / SPLIT, position / SPLIT, shape.head_dim,
-            out + ((of.first_row + query) * shape.heads + head) * shape.head_dim);
+      merge(partials + row * size, shape.kv_heads * rows * size, shape.first_seen(position) / SPLIT, position / SPLIT,
+            shape.head_dim, out + ((of.first_row + query) * shape.heads + head) * shape.head_dim);
     }
+  }
+
+  int64_t most_rows() const {
+    int64_t most = 0;
+    for (int64_t i = 0; i < plan.num_tiles; ++i) most = plan.tiles[i].num_queries > most ? plan.tiles[i].num_queries : most;
+    return most * shape.group();
   }
 };
 
@@ -343,27 +353,55 @@ struct Attention {
 static inline void attend(Team& team, const float* q, int64_t q_stride, const float* keys, const float* values,
                           float* out, const AttentionPlan& plan, const Shape& shape, float scale) {
   const Attention all{q, q_stride, keys, values, out, plan, shape, scale};
-  const int64_t kv_heads = shape.kv_heads, group = shape.group();
+  const int64_t kv_heads = shape.kv_heads, group = shape.group(), size = shape.partial_size();
+  const int64_t total = plan.num_items * kv_heads, most_floats = all.most_rows() * size;
   const bool one_split_each = plan.num_items == plan.num_tiles;  // then nobody waits for the others' splits
-  team.share(plan.num_items * kv_heads, [&](int64_t first, int64_t last) {
+  if (total == 0) return;
+
+  // Calls body(i, work, next). Partials are in `own` one after the other, or where all find them.
+  const auto for_work = [&](int64_t first, int64_t last, float* own, auto body) {
     for (int64_t i = first, next; i < last; i = next) {
-      const Work work = all.work(i, last - i);
+      float* to = own ? own : all.partials(all.tile(i / kv_heads), plan.items[i / kv_heads * 2 + 1], i % kv_heads);
+      const Work work = all.work(i, last - i, to);
       next = i + work.kv_heads;
-      // behind every row's window
-      if ((work.split + 1) * SPLIT <= shape.first_seen(work.item.first_position)) continue;
-      if (next < last) {
-        const Work following = all.work(next, last - next);
-        attend_split(work, &following);
-      } else {
-        attend_split(work, nullptr);
-      }
-      if (!one_split_each) continue;
-      const int64_t head = i % kv_heads * group, end = head + work.kv_heads * group;
-      for (int64_t n = head; n < end; ++n) all.finish(all.tile(i / kv_heads), n);
+      if (own) own += work.floats();
+      // else behind every row's window
+      if ((work.split + 1) * SPLIT > shape.first_seen(work.item.first_position)) body(i, work, next);
     }
-  });
+  };
+  const auto compute = [&](int64_t first, int64_t last, float* own) {
+    for_work(first, last, own, [&](int64_t, const Work& work, int64_t next) {
+      if (next == last) return attend_split(work, nullptr);
+      const Work following = all.work(next, last - next, nullptr);
+      attend_split(work, &following);
+    });
+  };
+  const auto finish_heads = [&](int64_t first, int64_t last, float* own) {
+    for_work(first, last, own, [&](int64_t i, const Work& work, int64_t) {
+      for (int64_t n = 0; n < work.kv_heads * group; ++n)
+        all.finish(all.tile(i / kv_heads), i % kv_heads * group + n, work.item.ahead(n / group).partials);
+    });
+  };
+  if (most_floats <= BACKUP_FLOATS) {
+    team.share_with_backup(total, RESULT_FLOATS / most_floats, compute, [&](int64_t first, int64_t last, float* own) {
+      if (one_split_each) return finish_heads(first, last, own);
+      for_work(first, last, own, [&](int64_t i, const Work& work, int64_t) {
+        memcpy(all.partials(all.tile(i / kv_heads), work.split, i % kv_heads), work.item.partials,
+               work.floats() * sizeof(float));
+      });
+    });
+  } else {
+    team.share(total, [&](int64_t first, int64_t last) {
+      compute(first, last, nullptr);
+      if (one_split_each) finish_heads(first, last, nullptr);
+    });
+  }
   if (one_split_each) return;
   team.share(plan.num_tiles * shape.heads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) all.finish(plan.tiles[i / shape.heads], i % shape.heads);
+    for (int64_t i = first; i < last; ++i) {
+      const QueryTile& of = plan.tiles[i / shape.heads];
+      const int64_t head = i % shape.heads;
+      all.finish(of, head, all.partials(of, 0, head / group));
+    }
   });
 }

@@ -37,8 +37,8 @@ struct Workspace {
 
 struct Step {
   int64_t rows;
-  const int64_t *token_ids, *slots;  // [rows]
-  const float *cos, *sin;            // [rows, head_dim / 2]
+  const int64_t *token_ids, *positions, *slots;  // [rows]
+  const float *cos, *sin;                        // [positions, head_dim / 2]
   AttentionPlan attention;
   const int64_t* logit_rows;  // ascending
   int64_t num_logit_rows;
@@ -86,8 +86,8 @@ static inline void decode_layer(Team& team, const Model& model, const Layer& lay
   int64_t rows = step.rows;
   rms_norm(team, to.x, layer.attention_norm, to.normed, rows, hidden, eps);
   linear<STORE>(team, to.normed, hidden, rows, layer.qkv, to.qkv, row_size, scratch);
-  rope_and_write(team, to.qkv, layer.q_norm, layer.k_norm, eps, step.cos, step.sin, step.slots, layer.keys,
-                 layer.values, rows, shape);
+  rope_and_write(team, to.qkv, layer.q_norm, layer.k_norm, eps, step.cos, step.sin, step.positions, step.slots,
+                 layer.keys, layer.values, rows, shape);
   attend(team, to.qkv, row_size, layer.keys, layer.values, to.attended, step.attention, shape,
          1.0f / __builtin_sqrtf(model.head_dim));
   if (&layer == model.layers + model.num_layers - 1) {

@@ -5,6 +5,7 @@
 #include <omp.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -22,10 +23,16 @@ namespace JOIN(kernels, ISA) {
 
 #include "copy.h"
 #include "decoder.h"
+#include "largest.h"
 
 // A whole step: what a worker runs.
 KERNEL(decode)(const Model* model, const Step* step, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t thread) { decode(team, thread, *model, *step); });
+}
+
+// What the sampler asks first.
+KERNEL(largest)(const float* values, int64_t rows, int64_t columns, Largest* parts, Largest* found, int64_t threads) {
+  with_team(threads, [&](Team& team, int64_t) { largest(team, values, rows, columns, parts, found); });
 }
 
 // Its parts one by one, to be tested and measured. scratch: [threads][scratch_size(rows)]; rounded: as of RoundedRows, or null.
@@ -53,10 +60,11 @@ KERNEL(rms_norm)(const float* x, const float* weight, float* out, int64_t rows, 
 }
 
 KERNEL(rope_and_write)(float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cos,
-                       const float* sin, const int64_t* slots, float* keys, float* values, int64_t rows, int64_t heads,
-                       int64_t kv_heads, int64_t head_dim, int64_t threads) {
+                       const float* sin, const int64_t* positions, const int64_t* slots, float* keys, float* values,
+                       int64_t rows, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t) {
-    rope_and_write(team, qkv, q_norm, k_norm, eps, cos, sin, slots, keys, values, rows, {heads, kv_heads, head_dim});
+    rope_and_write(team, qkv, q_norm, k_norm, eps, cos, sin, positions, slots, keys, values, rows,
+                   {heads, kv_heads, head_dim});
   });
 }
 

@@ -81,6 +81,8 @@ __attribute__((noinline)) static void multiply_panels(const float* x, int64_t x_
   }
 }
 
+constexpr int64_t BACKUP_ROWS = 16;
+
 // A thread's scratch for many rows: a block of a panel in float32, and the sums of the blocks before it.
 constexpr int64_t BLOCK_DEPTH = 256;  // 16 KB of a panel, which stay in the first cache while rows go by
 constexpr int64_t scratch_size(int64_t rows) { return (BLOCK_DEPTH + rows) * COLUMNS; }
@@ -190,11 +192,46 @@ static inline void round_rows(Team& team, const float* x, int64_t x_stride, int6
   });
 }
 
+// Panels [begin, end) of what a layer puts out, [rows][width], where it belongs: there, or with ADD on top of what is there.
+template <Epilogue E>
+static void commit(const float* results, int64_t begin, int64_t end, int64_t rows, const Linear& w, float* out,
+                   int64_t out_stride) {
+  const int64_t column = begin * COLUMNS, width = (end - begin) * COLUMNS, left = w.columns - column;
+  const int64_t size = left < width ? left : width;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* from = results + row * width;
+    float* to = out + row * out_stride + column;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(to + i, finish<E>(load(to + i), load(from + i)));
+    for (; i < size; ++i) to[i] = E == ADD ? to[i] + from[i] : from[i];
+  }
+}
+
+// By a whole team: compute(begin, end, out, out_stride) of panels, whose outputs then go through the epilogue E.
+template <Epilogue E, typename Compute>
+static inline void share_panels(Team& team, int64_t rows, const Linear& w, float* out, int64_t out_stride,
+                                Compute compute) {
+  if (rows == 0) return;
+  const int64_t most = RESULT_FLOATS / (rows * COLUMNS);
+  team.share_with_backup(
+      w.num_panels(), most,
+      [&](int64_t begin, int64_t end, float* results) {
+        compute(begin, end, results - begin * COLUMNS, (end - begin) * COLUMNS);
+      },
+      [&](int64_t begin, int64_t end, const float* results) {
+        commit<E>(results, begin, end, rows, w, out, out_stride);
+      });
+}
+
 // By a whole team: x [rows, depth] → out [rows, columns] = w(x), or with ADD out += that.
 template <Epilogue E>
 static inline void linear(Team& team, const float* x, int64_t x_stride, int64_t rows, const Linear& w, float* out,
                           int64_t out_stride, const LinearScratch& scratch) {
   round_rows(team, x, x_stride, rows, w, scratch);
+  if (rows <= BACKUP_ROWS)
+    return share_panels<E>(team, rows, w, out, out_stride, [&](int64_t begin, int64_t end, float* to, int64_t stride) {
+      multiply<STORE>(x, x_stride, rows, w, begin, end, to, stride, scratch);
+    });
   team.share(w.num_panels(), [&](int64_t begin, int64_t end) {
     multiply<E>(x, x_stride, rows, w, begin, end, out, out_stride, scratch);
   });
@@ -204,8 +241,10 @@ static inline void linear(Team& team, const float* x, int64_t x_stride, int64_t 
 static inline void swiglu(Team& team, const float* x, int64_t x_stride, int64_t rows, const Linear& gate,
                           const Linear& up, float* out, int64_t out_stride, const LinearScratch& scratch) {
   round_rows(team, x, x_stride, rows, gate, scratch);
-  team.share(gate.num_panels(), [&](int64_t begin, int64_t end) {
-    multiply<STORE>(x, x_stride, rows, gate, begin, end, out, out_stride, scratch);
-    multiply<SILU_TIMES>(x, x_stride, rows, up, begin, end, out, out_stride, scratch);
-  });
+  const auto multiply_both = [&](int64_t begin, int64_t end, float* to, int64_t stride) {
+    multiply<STORE>(x, x_stride, rows, gate, begin, end, to, stride, scratch);
+    multiply<SILU_TIMES>(x, x_stride, rows, up, begin, end, to, stride, scratch);
+  };
+  if (rows <= BACKUP_ROWS) return share_panels<STORE>(team, rows, gate, out, out_stride, multiply_both);
+  team.share(gate.num_panels(), [&](int64_t begin, int64_t end) { multiply_both(begin, end, out, out_stride); });
 }

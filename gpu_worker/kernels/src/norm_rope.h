@@ -39,18 +39,18 @@ struct HeadShape {
 };
 
 // By a whole team. qkv: [rows, heads + 2 * kv_heads, head_dim], contiguous: q is normed and rotated in place; k, so
-// treated, and v go to slots[row] of keys and values [slots, kv_heads, head_dim]. cos, sin: [rows, head_dim / 2]. Norm
-// weights [head_dim] may be null.
+// treated, and v go to slots[row] of keys and values [slots, kv_heads, head_dim]. cos, sin: [positions, head_dim / 2].
+// Norm weights [head_dim] may be null.
 static inline void rope_and_write(Team& team, float* qkv, const float* q_norm, const float* k_norm, float eps,
-                                  const float* cos, const float* sin, const int64_t* slots, float* keys, float* values,
-                                  int64_t rows, HeadShape shape) {
+                                  const float* cos, const float* sin, const int64_t* positions, const int64_t* slots,
+                                  float* keys, float* values, int64_t rows, HeadShape shape) {
   const int64_t dim = shape.head_dim, half = dim / 2;
   team.share(rows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       float* q = qkv + row * shape.row_size();
       float* k = q + shape.heads * dim;
-      const float* row_cos = cos + row * half;
-      const float* row_sin = sin + row * half;
+      const float* row_cos = cos + positions[row] * half;
+      const float* row_sin = sin + positions[row] * half;
       for (int64_t h = 0; h < shape.heads; ++h, q += dim) {
         if (q_norm) normalize(q, q_norm, q, dim, eps);
         rotate(q, row_cos, row_sin, q, half);
