@@ -12,7 +12,7 @@ import torch
 
 from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.model_port import StepOutput
-from gpu_worker.sampler import FindLargest, find_largest, sample
+from gpu_worker.sampler import find_largest, sample
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.transfer.port import KvPages
@@ -29,7 +29,6 @@ class PagedModelRunner(ABC):
         *,
         attention_backend: str,
         threads: int | None = None,
-        largest: FindLargest = find_largest,
     ) -> None:
         self.card = card
         self.num_pages = kv_cache.layout.num_pages
@@ -38,7 +37,6 @@ class PagedModelRunner(ABC):
         self.attention_backend = attention_backend
         self._kv_cache = kv_cache
         self._threads = threads or os.cpu_count() or 1
-        self._largest = largest
 
     @property
     def kv(self) -> KvPages:
@@ -60,7 +58,7 @@ class PagedModelRunner(ABC):
         """Write the KV of every token of `batch` and draw the next token of each sequence in `sampling`."""
         logits = self.forward(batch)
         forwarded_ns = time.perf_counter_ns()
-        sampled = sample(logits, sampling, self.card, self._largest)
+        sampled = sample(logits, sampling, self.card, self._find_largest)
         return StepOutput(sampled, (time.perf_counter_ns() - forwarded_ns) // 1000)
 
     @abstractmethod
@@ -69,6 +67,10 @@ class PagedModelRunner(ABC):
 
         Rows are in the order of `logit_rows`; with none, the KV is still written.
         """
+
+    def _find_largest(self, logits: torch.Tensor) -> tuple[list[float], list[int]]:
+        """Implements gpu_worker.sampler.FindLargest for the logits of the last forward pass."""
+        return find_largest(logits)
 
     @torch.no_grad()
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

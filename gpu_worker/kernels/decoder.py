@@ -6,13 +6,14 @@ of one token takes a few milliseconds, and each operator of torch a hundredth of
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 
 from gpu_worker.attention.cpu_backend import CpuAttention, attention_plan
 from gpu_worker.kernels import structs
-from gpu_worker.kernels.library import Kernels, linear_scratch, rounded_rows
+from gpu_worker.kernels.library import FoundLargest, Kernels, linear_scratch, rounded_rows
 from gpu_worker.kernels.packed import Packed, packed_linear
 from gpu_worker.kernels.structs import address, integers, made, place
 from gpu_worker.kv_cache import KVCache
@@ -34,7 +35,7 @@ class KernelModelRunner(PagedModelRunner):
         *,
         threads: int | None = None,
     ) -> None:
-        super().__init__(card, kv_cache, attention_backend=CpuAttention.name, threads=threads, largest=kernels.largest)
+        super().__init__(card, kv_cache, attention_backend=CpuAttention.name, threads=threads)
         self._config = config
         self._kernels = kernels
         self._packed = packed
@@ -42,6 +43,7 @@ class KernelModelRunner(PagedModelRunner):
         self._rotary = RotaryTable(RotaryEmbedding(config.rope, config.head_dim, self.device))
         self._is_dots = packed_linear(packed, "head", config.vocab_size).is_dots
         self._workspace = _Workspace(config, rows=0, is_dots=self._is_dots)
+        self._largest = FoundLargest(0, config.vocab_size)
 
     @torch.no_grad()
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -50,6 +52,7 @@ class KernelModelRunner(PagedModelRunner):
         if not self._workspace.serves(rows):
             self._workspace = _Workspace(self._config, rows=rows, is_dots=self._is_dots)
         logits = torch.empty(num_logit_rows, self._config.vocab_size)
+        self._largest = FoundLargest(num_logit_rows, self._config.vocab_size)
         plan = attention_plan(batch)
         lists = batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows
         token_ids, positions, slots, logit_rows = (integers(values) for values in lists)
@@ -66,10 +69,16 @@ class KernelModelRunner(PagedModelRunner):
             logit_rows=place(logit_rows),
             num_logit_rows=num_logit_rows,
             logits=logits.data_ptr(),
+            parts=ctypes.addressof(self._largest.parts),
+            largest=ctypes.addressof(self._largest.rows),
             workspace=self._workspace.struct,
         )
         self._kernels.decode(self._model, step)
         return logits
+
+    def _find_largest(self, logits: torch.Tensor) -> tuple[list[float], list[int]]:
+        """The step's threads have found them already."""
+        return self._largest.lists()
 
 
 class _Workspace:

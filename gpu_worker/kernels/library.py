@@ -166,6 +166,18 @@ class AttentionPlan:
         )
 
 
+class FoundLargest:
+    """Room for the largest of each row, as of src/largest.h."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.parts = (structs.Largest * (rows * -(-columns // _PART_COLUMNS)))()
+        self.rows = (structs.Largest * rows)()
+
+    def lists(self) -> tuple[list[float], list[int]]:
+        """Values and columns."""
+        return [one.value for one in self.rows], [one.column for one in self.rows]
+
+
 def linear_scratch(rows: int) -> torch.Tensor:
     """For linear layers of so many rows, on each thread: scratch_size in src/linear.h."""
     return torch.empty(torch.get_num_threads(), (_BLOCK_DEPTH + rows) * COLUMNS)
@@ -211,10 +223,11 @@ class Kernels:
         """Implements gpu_worker.sampler.FindLargest for contiguous float32 values."""
         rows, columns = values.shape
         assert values.is_contiguous() and columns
-        parts = (structs.Largest * (rows * -(-columns // _PART_COLUMNS)))()
-        found = (structs.Largest * rows)()
-        self._functions["largest"](values.data_ptr(), rows, columns, parts, found, torch.get_num_threads())
-        return [one.value for one in found], [one.column for one in found]
+        found = FoundLargest(rows, columns)
+        self._functions["largest"](
+            values.data_ptr(), rows, columns, found.parts, found.rows, torch.get_num_threads()
+        )  # fmt: skip
+        return found.lists()
 
     def linear(self, x: torch.Tensor, layer: PackedLinear, out: torch.Tensor, *, add: bool = False) -> None:
         """x [rows, depth] → out [rows, columns] = layer(x), or with `add` out += layer(x). Rows may be strided."""

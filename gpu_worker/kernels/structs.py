@@ -70,7 +70,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         ("rows", _I), ("token_ids", _P), ("positions", _P), ("slots", _P), ("cos", _P), ("sin", _P),
         ("attention", AttentionPlan), ("logit_rows", _P), ("num_logit_rows", _I), ("logits", _P),
-        ("workspace", Workspace),
+        ("parts", _P), ("largest", _P), ("workspace", Workspace),
     )  # fmt: skip
 
 

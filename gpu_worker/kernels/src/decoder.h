@@ -1,11 +1,12 @@
 // A whole step of the Llama family: token ids in, logits out, one team from end to end.
 //
-//   embed ▸ [ norm ▸ qkv ▸ rope, KV write ▸ attend ▸ output ▸ norm ▸ swiglu ▸ down ] × layers ▸ norm ▸ head
+//   embed ▸ [ norm ▸ qkv ▸ rope, KV write ▸ attend ▸ output ▸ norm ▸ swiglu ▸ down ] × layers ▸ norm ▸ head ▸ largest
 //
 // The two matrices that end in the residual stream x add to it in place.
 #pragma once
 
 #include "attention.h"
+#include "largest.h"
 #include "linear.h"
 
 // The structs mirror those of gpu_worker/kernels/structs.py, field by field.
@@ -43,6 +44,7 @@ struct Step {
   const int64_t* logit_rows;  // ascending
   int64_t num_logit_rows;
   float* logits;  // [num_logit_rows, vocab]
+  Largest *parts, *largest;  // scratch and result as of largest(), of the logits
   Workspace workspace;
 };
 
@@ -113,4 +115,5 @@ static inline void decode(Team& team, int64_t thread, const Model& model, const 
   for (int64_t i = 0; i < model.num_layers; ++i) decode_layer(team, model, model.layers[i], step, scratch);
   rms_norm(team, to.x, model.norm, to.normed, rows, hidden, model.eps);
   linear<STORE>(team, to.normed, hidden, rows, model.head, step.logits, model.head.columns, scratch);
+  largest(team, step.logits, rows, model.head.columns, step.parts, step.largest);
 }

@@ -23,16 +23,10 @@ namespace JOIN(kernels, ISA) {
 
 #include "copy.h"
 #include "decoder.h"
-#include "largest.h"
 
 // A whole step: what a worker runs.
 KERNEL(decode)(const Model* model, const Step* step, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t thread) { decode(team, thread, *model, *step); });
-}
-
-// What the sampler asks first.
-KERNEL(largest)(const float* values, int64_t rows, int64_t columns, Largest* parts, Largest* found, int64_t threads) {
-  with_team(threads, [&](Team& team, int64_t) { largest(team, values, rows, columns, parts, found); });
 }
 
 // Its parts one by one, to be tested and measured. scratch: [threads][scratch_size(rows)]; rounded: as of RoundedRows, or null.
@@ -75,6 +69,10 @@ KERNEL(attend)(const float* q, int64_t q_stride, const float* keys, const float*
   with_team(threads, [&](Team& team, int64_t) {
     attend(team, q, q_stride, keys, values, out, *plan, shape, 1.0f / __builtin_sqrtf(head_dim));
   });
+}
+
+KERNEL(largest)(const float* values, int64_t rows, int64_t columns, Largest* parts, Largest* found, int64_t threads) {
+  with_team(threads, [&](Team& team, int64_t) { largest(team, values, rows, columns, parts, found); });
 }
 
 // KV out of another pool, in the calling thread: runs as of copy_runs.
