@@ -119,13 +119,40 @@ struct Ahead {
   }
 };
 
+// Where the keys or values lie that come next, 16 tokens' of one head. They are asked for into the second cache, a token
+// with each that is worked on: so memory is busy all the while, in the order of its addresses.
+struct Next {
+  const float* from;
+  int64_t stride, head_dim;  // floats from token to token, and of each
+
+  // Of the n-th of the heads from `from` on that are worked on together. Where these are all the heads, what follows in
+  // memory is asked for, whosever it is.
+  Next(const Shape& shape, const float* from, int64_t n, int64_t heads)
+      : from(from + n * shape.head_dim * (heads == shape.kv_heads ? COLUMNS : 1)),
+        stride(heads == shape.kv_heads ? shape.head_dim : shape.token_stride()), head_dim(shape.head_dim) {}
+  __attribute__((always_inline)) void ask(int64_t token, int64_t d) const {
+    __builtin_prefetch(from + token * stride + d, 0, 2);
+  }
+};
+
+// Values, each with one that is asked for.
+struct AskingValues {
+  const float *values, *asked;
+  int64_t stride, asked_stride;
+  AskingValues run(int64_t i) const { return {values + i * stride, asked + i * asked_stride, stride, asked_stride}; }
+  __attribute__((always_inline)) void ahead(int64_t step) const { __builtin_prefetch(asked + step * asked_stride, 0, 2); }
+  vec at(int64_t step, int v) const { return load(values + step * stride + v * LANES); }
+};
+
 // Scores of R rows of queries and 16 keys [16][stride], as Tile has them: a chain over head_dim, in order.
 template <int R>
 static inline void score_where_they_lie(const float* queries, const float* keys, int64_t stride, int64_t head_dim,
-                                        float* scores) {
-  for (int64_t t = 0; t < COLUMNS; t += LANES) {
+                                        float* scores, const Next& next) {
+  for (int64_t t = 0, asked = 0; t < COLUMNS; t += LANES) {
     vec sums[R] = {};
     for (int64_t d = 0; d < head_dim; d += 4) {
+      for (; asked * head_dim < (d + 4) * COLUMNS; ++asked)
+        for (int64_t i = 0; i < head_dim; i += COLUMNS) next.ask(asked, i);
       vec columns[4];
       load_columns(keys + t * stride + d, stride, columns);
 #pragma GCC unroll 4
@@ -137,70 +164,66 @@ static inline void score_where_they_lie(const float* queries, const float* keys,
   }
 }
 
-// The first half of R rows' work on a block: their scores [R][BLOCK]. Keys are in key_columns [count / 16][head_dim]
-// [16]; those of FEW rows are taken where they lie, with a step ahead at each 16.
-template <int R, bool FEW>
-static void score_block(const Item& item, int64_t row, const Block& block, const float* key_columns, float* scores,
-                        Ahead& ahead) {
-  alignas(64) float queries[R * MAX_HEAD_DIM];
-  const Shape& shape = item.shape;
-  const int64_t dim = shape.head_dim, group = shape.group();
-  const Seen seen = block.seen(item, row, row + R - 1);
-  if (seen.begin >= seen.end) return;
+// R rows of queries, scaled: [R][MAX_HEAD_DIM].
+template <int R>
+static inline void take_queries(const Item& item, int64_t row, float* queries) {
+  const int64_t group = item.shape.group();
   int64_t query = row / group, head = row % group;
-  int64_t positions[R];
   for (int r = 0; r < R; ++r) {
-    const float* from = item.q + query * item.q_stride + head * dim;
-    for (int64_t d = 0; d < dim; d += LANES) store(queries + r * MAX_HEAD_DIM + d, load(from + d) * item.scale);
-    positions[r] = item.first_position + query;
+    const float* from = item.q + query * item.q_stride + head * item.shape.head_dim;
+    for (int64_t d = 0; d < item.shape.head_dim; d += LANES)
+      store(queries + r * MAX_HEAD_DIM + d, load(from + d) * item.scale);
     if (++head == group) head = 0, ++query;
   }
-  if constexpr (!FEW) {
-    const int64_t first = seen.begin / COLUMNS, end = seen.padded() / COLUMNS;
-    for_panels<R>(first, end, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
-      constexpr int P = decltype(panels)::value;
-      Floats columns[P];
-      for (int p = 0; p < P; ++p) columns[p] = {key_columns + (panel + p) * COLUMNS * dim};
-      Tile<R, P> product;
-      product.clear();
-      product.multiply(queries, MAX_HEAD_DIM, columns, dim);
-      product.write(scores + panel * COLUMNS, BLOCK);
-    });
-  } else {
-    for (int64_t at = seen.begin; at < seen.end; at += COLUMNS) {
-      ahead.step();
-      const float* keys = item.keys + block.places[at / COLUMNS];
-      score_where_they_lie<R>(queries, keys, shape.token_stride(), dim, scores + at);
-    }
-  }
+}
+
+// Scores of what a row does not see itself, of what any of R rows sees.
+template <int R>
+static inline void hide(const Item& item, int64_t row, const Block& block, const Seen& seen, float* scores) {
+  const int64_t group = item.shape.group();
   for (int r = 0; r < R; ++r) {
-    // the row itself sees [from, to), perhaps nothing of this block
-    const int64_t from = shape.first_seen(positions[r]) - block.first, to = positions[r] + 1 - block.first;
+    // the row sees [from, to), perhaps nothing of this block
+    const int64_t position = item.first_position + (row + r) / group;
+    const int64_t from = item.shape.first_seen(position) - block.first, to = position + 1 - block.first;
     for (int64_t i = seen.begin; i < from && i < seen.padded(); ++i) scores[r * BLOCK + i] = HIDDEN;
     for (int64_t i = to > seen.begin ? to : seen.begin; i < seen.padded(); ++i) scores[r * BLOCK + i] = HIDDEN;
   }
 }
 
+// The first half of R rows' work on a block: their scores [R][BLOCK]. key_columns: [count / 16][head_dim][16].
+template <int R>
+static void score_block(const Item& item, int64_t row, const Block& block, const Seen& seen, const float* key_columns,
+                        float* scores) {
+  alignas(64) float queries[R * MAX_HEAD_DIM];
+  const int64_t dim = item.shape.head_dim, first = seen.begin / COLUMNS, end = seen.padded() / COLUMNS;
+  take_queries<R>(item, row, queries);
+  for_panels<R>(first, end, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+    constexpr int P = decltype(panels)::value;
+    Floats columns[P];
+    for (int p = 0; p < P; ++p) columns[p] = {key_columns + (panel + p) * COLUMNS * dim};
+    Tile<R, P> product;
+    product.clear();
+    product.multiply(queries, MAX_HEAD_DIM, columns, dim);
+    product.write(scores + panel * COLUMNS, BLOCK);
+  });
+  hide<R>(item, row, block, seen, scores);
+}
+
 // The second half: scores become weights, and the rows' partials take in the values.
-template <int R, bool FEW>
-static void weigh_block(const Item& item, int64_t row, const Block& block, float* scores, Ahead& ahead) {
+template <int R>
+static void weigh_block(const Item& item, int64_t row, const Block& block, const Seen& seen, float* scores) {
   alignas(64) float shrink[COLUMNS];
   const Shape& shape = item.shape;
   const int64_t dim = shape.head_dim, size = shape.partial_size(), stride = shape.token_stride();
-  const Seen seen = block.seen(item, row, row + R - 1);
-  if (seen.begin >= seen.end) return;
   float* partials = item.partials + row * size;
   weigh<R>(scores, BLOCK, seen.begin, seen.padded(), partials + dim, size, shrink);
   for_panels<R>(0, dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
     constexpr int P = decltype(panels)::value;
     Tile<R, P> product;
     product.read(partials + panel * COLUMNS, size);
-    for (int p = 0; p < P; ++p)
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < VECS; ++v) product.sums[p][r][v] *= shrink[r];
+    product.scale_rows(shrink);
     for (int64_t at = seen.begin, run; at < seen.end; at += run) {
-      run = block.run(at, FEW && at + COLUMNS < seen.end ? at + COLUMNS : seen.end, stride);
-      if constexpr (FEW) ahead.step();
+      run = block.run(at, seen.end, stride);
       const float* values = item.values + block.places[at / COLUMNS];
       Floats columns[P];
       for (int p = 0; p < P; ++p) columns[p] = {values + (panel + p) * COLUMNS, stride};
@@ -210,13 +233,58 @@ static void weigh_block(const Item& item, int64_t row, const Block& block, float
   });
 }
 
-// A block of few rows, one tile, for kv_heads heads: no column would be used twice. Asks for its own values, then for
-// the keys that come after.
+// Adds 16 or fewer values [count][token_stride] to R rows' partials; weights: [R][BLOCK].
 template <int R>
-static void attend_few(const Item& item, int64_t kv_heads, const Block& block, Ahead& values, Ahead& keys) {
-  alignas(64) float scores[HEADS_AT_ONCE][R * BLOCK];
-  for (int64_t n = 0; n < kv_heads; ++n) score_block<R, true>(item.ahead(n), 0, block, nullptr, scores[n], values);
-  for (int64_t n = 0; n < kv_heads; ++n) weigh_block<R, true>(item.ahead(n), 0, block, scores[n], keys);
+static inline void weigh_where_they_lie(const Shape& shape, const float* weights, const float* values, int64_t count,
+                                        const float (&shrink)[COLUMNS], bool is_first, float* partials,
+                                        const Next& next) {
+  const int64_t size = shape.partial_size(), stride = shape.token_stride();
+  for_panels<R>(0, shape.head_dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+    constexpr int P = decltype(panels)::value;
+    Tile<R, P> product;
+    product.read(partials + panel * COLUMNS, size);
+    if (is_first) product.scale_rows(shrink);
+    AskingValues columns[P];
+    for (int p = 0; p < P; ++p) {
+      const int64_t column = (panel + p) * COLUMNS;
+      columns[p] = {values + column, next.from + column, stride, next.stride};
+    }
+    product.multiply(weights, BLOCK, columns, count);
+    product.write(partials + panel * COLUMNS, size);
+  });
+}
+
+// A block of few rows, one tile, for `heads` heads: no column would be used twice, so keys are taken where they lie. All
+// heads go through 16 tokens before the next. following: keys that come after, or null.
+template <int R>
+static void attend_few(const Item& item, int64_t heads, const Block& block, const float* following) {
+  alignas(64) float queries[HEADS_AT_ONCE][R * MAX_HEAD_DIM], scores[HEADS_AT_ONCE][R * BLOCK];
+  alignas(64) float shrink[HEADS_AT_ONCE][COLUMNS];
+  const Shape& shape = item.shape;
+  const int64_t dim = shape.head_dim, size = shape.partial_size(), stride = shape.token_stride();
+  const Seen seen = block.seen(item, 0, R - 1);
+  if (seen.begin >= seen.end) return;
+  const auto place = [&](const float* from, int64_t at) { return from + block.places[at / COLUMNS]; };
+  for (int64_t n = 0; n < heads; ++n) take_queries<R>(item.ahead(n), 0, queries[n]);
+  for (int64_t at = seen.begin; at < seen.end; at += COLUMNS) {
+    const float* keys = place(item.keys, at);
+    const float* next = at + COLUMNS < seen.end ? place(item.keys, at + COLUMNS) : place(item.values, seen.begin);
+    for (int64_t n = 0; n < heads; ++n)
+      score_where_they_lie<R>(queries[n], keys + n * dim, stride, dim, scores[n] + at, {shape, next, n, heads});
+  }
+  for (int64_t n = 0; n < heads; ++n) {
+    const Item head = item.ahead(n);
+    hide<R>(head, 0, block, seen, scores[n]);
+    weigh<R>(scores[n], BLOCK, seen.begin, seen.padded(), head.partials + dim, size, shrink[n]);
+  }
+  for (int64_t at = seen.begin; at < seen.end; at += COLUMNS) {
+    const float* values = place(item.values, at);
+    const float* next = at + COLUMNS < seen.end ? place(item.values, at + COLUMNS) : following ? following : values;
+    const int64_t count = seen.end - at < COLUMNS ? seen.end - at : COLUMNS;
+    for (int64_t n = 0; n < heads; ++n)
+      weigh_where_they_lie<R>(shape, scores[n] + at, values + n * dim, count, shrink[n], at == seen.begin,
+                              item.ahead(n).partials, {shape, next, n, heads});
+  }
 }
 
 // A block of many rows, for one head: its keys become columns once for all tiles.
@@ -229,8 +297,11 @@ static void attend_many(const Item& item, const Block& block, Ahead& values, Ahe
     transpose(item.keys + block.places[at / COLUMNS], item.shape.token_stride(), dim, key_columns + at * dim);
   }
   for_tiles(item.rows(), [&](auto tile_rows, int64_t row) __attribute__((always_inline)) {
-    score_block<decltype(tile_rows)::value, false>(item, row, block, key_columns, scores, values);
-    weigh_block<decltype(tile_rows)::value, false>(item, row, block, scores, keys);
+    constexpr int R = decltype(tile_rows)::value;
+    const Seen seen = block.seen(item, row, row + R - 1);
+    if (seen.begin >= seen.end) return;
+    score_block<R>(item, row, block, seen, key_columns, scores);
+    weigh_block<R>(item, row, block, seen, scores);
   });
 }
 
@@ -252,21 +323,22 @@ static void attend_split(const Work& work, const Work* following) {
     ends = block.first + BLOCK >= end;
     const Work& next_work = ends && following ? *following : work;
     const Block next(next_work.item, ends && following ? following->first_block() : block.first + BLOCK);
+    const float* next_keys = next.count > 0 ? next_work.item.keys + next.places[0] : nullptr;
     for (int64_t n = 0; n < kv_heads; n += at_once) {
       const Item head = item.ahead(n);
       const int64_t left = kv_heads - n, heads = left < at_once ? left : at_once;
-      const int64_t steps = heads * ((block.count + COLUMNS - 1) / COLUMNS);
       const bool stays = left > heads;  // in this block
-      const int64_t after = stays ? left - heads : next_work.kv_heads;
-      Ahead values(shape, head.values, heads, block, steps);
-      Ahead keys(shape, stays ? head.keys + heads * dim : next_work.item.keys, after < at_once ? after : at_once,
-                 stays ? block : next, steps);
-      if (rows > TILE_ROWS)
+      const float* after = stays ? head.keys + heads * dim + block.places[0] : next_keys;
+      if (rows > TILE_ROWS) {
+        const int64_t steps = (block.count + COLUMNS - 1) / COLUMNS;
+        Ahead values(shape, head.values, heads, block, steps);
+        Ahead keys(shape, stays ? head.keys + dim : next_work.item.keys, heads, stays ? block : next, steps);
         attend_many(head, block, values, keys);
-      else
+      } else {
         with_count<TILE_ROWS>(rows, [&](auto count) __attribute__((always_inline)) {
-          attend_few<decltype(count)::value>(head, heads, block, values, keys);
+          attend_few<decltype(count)::value>(head, heads, block, after);
         });
+      }
     }
     block = next;
   }

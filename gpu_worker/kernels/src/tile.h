@@ -45,6 +45,12 @@ struct Tile {
         for (int v = 0; v < VECS; ++v) store(c + r * c_stride + p * COLUMNS + v * LANES, sums[p][r][v]);
   }
 
+  void scale_rows(const float (&by)[COLUMNS]) {
+    for (int p = 0; p < P; ++p)
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < VECS; ++v) sums[p][r][v] *= by[r];
+  }
+
   // Always inlined: called, it would keep its sums in memory, and not be trusted to prefetch (linear.h).
   template <typename Source>
   __attribute__((always_inline)) void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P],
