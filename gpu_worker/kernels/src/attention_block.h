@@ -171,7 +171,7 @@ static void score_block(const Item& item, int64_t row, const Block& block, const
   alignas(64) float queries[R * MAX_HEAD_DIM];
   const int64_t dim = item.shape.head_dim, first = seen.begin / COLUMNS, end = seen.padded() / COLUMNS;
   take_queries<R>(item, row, queries);
-  for_panels<R>(first, end, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+  for_panels<panels_at_once(R)>(first, end, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
     constexpr int P = decltype(panels)::value;
     Floats columns[P];
     for (int p = 0; p < P; ++p) columns[p] = {key_columns + (panel + p) * COLUMNS * dim};
@@ -191,7 +191,7 @@ static void weigh_block(const Item& item, int64_t row, const Block& block, const
   const int64_t dim = shape.head_dim, size = shape.partial_size(), stride = shape.token_stride();
   float* partials = item.partials + row * size;
   weigh<R>(scores, BLOCK, seen.begin, seen.padded(), partials + dim, size, shrink);
-  for_panels<R>(0, dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+  for_panels<panels_at_once(R)>(0, dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
     constexpr int P = decltype(panels)::value;
     Tile<R, P> product;
     product.read(partials + panel * COLUMNS, size);
@@ -213,7 +213,7 @@ static inline void weigh_where_they_lie(const Shape& shape, const float* weights
                                         const float (&shrink)[COLUMNS], bool is_first, float* partials,
                                         const Next& next) {
   const int64_t size = shape.partial_size(), stride = shape.token_stride();
-  for_panels<R>(0, shape.head_dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
+  for_panels<panels_at_once(R)>(0, shape.head_dim / COLUMNS, [&](auto panels, int64_t panel) __attribute__((always_inline)) {
     constexpr int P = decltype(panels)::value;
     Tile<R, P> product;
     product.read(partials + panel * COLUMNS, size);

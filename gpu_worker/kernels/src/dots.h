@@ -84,10 +84,12 @@ static void round_to_int8(const float* x, const RoundedRows& to, int64_t row) {
   }
 }
 
-// P panels from `panel` on for R rows from `row` on: sums [R][P][16]. Asks for memory `ahead` bytes further.
+// P panels from `panel` on for R rows from `row` on: sums [R][P][16]. Asks for memory `ahead` bytes further, or past the
+// end of a panel `jump` more.
 template <int R, int P>
 __attribute__((noinline, target("avx512bf16"))) static void dot_pairs(const RoundedRows& x, int64_t row, const Linear& w,
-                                                                      int64_t panel, int64_t ahead, float* sums) {
+                                                                      int64_t panel, int64_t ahead, int64_t jump,
+                                                                      float* sums) {
   const int64_t depth = w.depth;
   const uint16_t* weights = static_cast<const uint16_t*>(w.panels) + panel * depth * COLUMNS;
   const char* inputs = x.values + row * depth * 2;
@@ -95,10 +97,11 @@ __attribute__((noinline, target("avx512bf16"))) static void dot_pairs(const Roun
   for (int p = 0; p < P; ++p)
     for (int r = 0; r < R; ++r) totals[p][r] = _mm512_setzero_ps();
   for (int64_t pair = 0; pair < depth / 2; ++pair, inputs += 4) {
+    const int64_t asked = pair * LINE + ahead < depth * COLUMNS * 2 ? ahead : ahead + jump;
     __m512i lines[P];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
-      __builtin_prefetch(reinterpret_cast<const char*>(weights + (p * depth + pair * 2) * COLUMNS) + ahead, 0, 2);
+      __builtin_prefetch(reinterpret_cast<const char*>(weights + (p * depth + pair * 2) * COLUMNS) + asked, 0, 2);
       lines[p] = line(weights + p * depth * COLUMNS + pair * 2 * COLUMNS);
     }
 #pragma GCC unroll 16
@@ -115,7 +118,8 @@ __attribute__((noinline, target("avx512bf16"))) static void dot_pairs(const Roun
 // The same for int8.
 template <int R, int P>
 __attribute__((noinline, target("avx512vnni"))) static void dot_quads(const RoundedRows& x, int64_t row, const Linear& w,
-                                                                      int64_t panel, int64_t ahead, float* sums) {
+                                                                      int64_t panel, int64_t ahead, int64_t jump,
+                                                                     float* sums) {
   const int64_t depth = w.depth, groups = RoundedRows::groups(depth);
   const uint8_t* weights = static_cast<const uint8_t*>(w.panels) + panel * depth * COLUMNS;
   const float* scales = w.scales + panel * groups * COLUMNS;
@@ -126,6 +130,7 @@ __attribute__((noinline, target("avx512vnni"))) static void dot_quads(const Roun
   for (int p = 0; p < P; ++p)
     for (int r = 0; r < R; ++r) totals[p][r] = vec{};
   for (int64_t group = 0; group < groups; ++group) {
+    const int64_t asked = (group + 1) * SCALE_DEPTH * COLUMNS + ahead <= depth * COLUMNS ? ahead : ahead + jump;
     __m512i products[P][R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -137,7 +142,7 @@ __attribute__((noinline, target("avx512vnni"))) static void dot_quads(const Roun
       __m512i lines[P];
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) {
-        __builtin_prefetch(weights + p * depth * COLUMNS + ahead, 0, 2);
+        __builtin_prefetch(weights + p * depth * COLUMNS + asked, 0, 2);
         lines[p] = line(weights + p * depth * COLUMNS);
       }
 #pragma GCC unroll 16
@@ -166,9 +171,10 @@ static inline void round_row(const float* x, const RoundedRows& to, int64_t row)
 }
 
 template <Stored S, int R, int P>
-static inline void dot_panels(const RoundedRows& x, int64_t row, const Linear& w, int64_t panel, int64_t ahead, float* sums) {
-  if constexpr (S == Stored::BFLOAT16_PAIRS) dot_pairs<R, P>(x, row, w, panel, ahead, sums);
-  if constexpr (S == Stored::INT8_QUADS) dot_quads<R, P>(x, row, w, panel, ahead, sums);
+static inline void dot_panels(const RoundedRows& x, int64_t row, const Linear& w, int64_t panel, int64_t ahead,
+                              int64_t jump, float* sums) {
+  if constexpr (S == Stored::BFLOAT16_PAIRS) dot_pairs<R, P>(x, row, w, panel, ahead, jump, sums);
+  if constexpr (S == Stored::INT8_QUADS) dot_quads<R, P>(x, row, w, panel, ahead, jump, sums);
 }
 
 #else  // never chosen: cpu_dots_… of cpu.cpp
@@ -179,7 +185,7 @@ static inline void round_row(const float*, const RoundedRows&, int64_t) {
 }
 
 template <Stored S, int R, int P>
-static inline void dot_panels(const RoundedRows&, int64_t, const Linear&, int64_t, int64_t, float*) {
+static inline void dot_panels(const RoundedRows&, int64_t, const Linear&, int64_t, int64_t, int64_t, float*) {
   __builtin_trap();
 }
 
@@ -206,7 +212,8 @@ static void multiply_dots(const RoundedRows& x, int64_t rows, const Linear& w, i
     constexpr int R = decltype(row_count)::value, P = decltype(panel_count)::value;
     alignas(64) float sums[R * P * COLUMNS];
     const int64_t ahead = row == 0 ? LINES_AHEAD * LINE : row == R ? P * panel_bytes<S>(w) : 0;
-    dot_panels<S, R, P>(x, row, w, panel, ahead, sums);
+    const int64_t jump = R == rows ? (P - 1) * panel_bytes<S>(w) : 0;
+    dot_panels<S, R, P>(x, row, w, panel, ahead, jump, sums);
     for (int p = 0; p < P; ++p) {
       const int64_t column = (panel + p) * COLUMNS, left = w.columns - column;
       finish_panel<E>(sums + p * COLUMNS, P * COLUMNS, R, w.bias ? w.bias + column : nullptr,

@@ -10,27 +10,38 @@
 #include "tile.h"
 #include "weights.h"
 
-template <typename T>
-struct Weights {
+template <typename T, int P>
+struct WeightsRun {
   const T* values;
-  Weights run(int64_t i) const { return {values + i * COLUMNS}; }
-  __attribute__((always_inline)) void ahead(int64_t step) const { fetch_ahead(values, step); }
+  Asked<T, P> asked;
+  __attribute__((always_inline)) void ahead(int64_t step) const { asked.ask(step); }
   vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES); }
 };
 
+template <typename T, int P>
+struct Weights {
+  const T* values;
+  int64_t depth;
+  WeightsRun<T, P> run(int64_t i) const { return {values + i * COLUMNS, {values + i * COLUMNS, i, depth}}; }
+};
+
+template <int P>
 struct ScaledRun {
   const int8_t* values;
+  Asked<int8_t, P> asked;
   vec scales[VECS];
-  __attribute__((always_inline)) void ahead(int64_t step) const { fetch_ahead(values, step); }
+  __attribute__((always_inline)) void ahead(int64_t step) const { asked.ask(step); }
   vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES) * scales[v]; }
 };
 
+template <int P>
 struct ScaledWeights {
   const int8_t* values;
   const float* scales;  // [depth / 64][16]
-  ScaledRun run(int64_t i) const {
+  int64_t depth;
+  ScaledRun<P> run(int64_t i) const {
     static_assert(RUN == SCALE_DEPTH);
-    ScaledRun run{values + i * COLUMNS, {}};
+    ScaledRun<P> run{values + i * COLUMNS, {values + i * COLUMNS, i, depth}, {}};
     for (int v = 0; v < VECS; ++v) run.scales[v] = load(scales + i / SCALE_DEPTH * COLUMNS + v * LANES);
     return run;
   }
@@ -50,16 +61,16 @@ struct Kept {
   }
 };
 
-// A panel from row `start` on, a multiple of RUN.
-template <Stored S>
+// A panel from row `start` on, a multiple of RUN; one of P that are read beside each other, from their first rows on.
+template <Stored S, int P = 1>
 static inline auto source(const Linear& w, int64_t panel, int64_t start = 0) {
   const int64_t at = (panel * w.depth + start) * COLUMNS;
-  if constexpr (S == Stored::FLOAT32) return Weights<float>{static_cast<const float*>(w.panels) + at};
-  if constexpr (S == Stored::BFLOAT16) return Weights<uint16_t>{static_cast<const uint16_t*>(w.panels) + at};
+  if constexpr (S == Stored::FLOAT32) return Weights<float, P>{static_cast<const float*>(w.panels) + at, w.depth};
+  if constexpr (S == Stored::BFLOAT16) return Weights<uint16_t, P>{static_cast<const uint16_t*>(w.panels) + at, w.depth};
   if constexpr (S == Stored::INT8) {
     const int64_t groups = (w.depth + SCALE_DEPTH - 1) / SCALE_DEPTH;
-    return ScaledWeights{static_cast<const int8_t*>(w.panels) + at,
-                         w.scales + (panel * groups + start / SCALE_DEPTH) * COLUMNS};
+    return ScaledWeights<P>{static_cast<const int8_t*>(w.panels) + at,
+                            w.scales + (panel * groups + start / SCALE_DEPTH) * COLUMNS, w.depth};
   }
 }
 
@@ -134,16 +145,17 @@ static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const 
   }
 }
 
-// At most a tile of rows: as many panels at a time as keep a core busy.
+// At most a tile of rows: as many panels at a time as keep a core busy. Widening does that too, from a few rows on.
 template <Epilogue E, Stored S>
 static void multiply_few(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t begin, int64_t end,
                          float* out, int64_t out_stride) {
   for_tiles(rows, [&](auto tile_rows, int64_t) __attribute__((always_inline)) {
     constexpr int R = decltype(tile_rows)::value;
-    for_panels<R>(begin, end, [&](auto count, int64_t panel) __attribute__((always_inline)) {
+    constexpr int MOST = S != Stored::FLOAT32 && R > 4 ? 1 : panels_at_once(R);
+    for_panels<MOST>(begin, end, [&](auto count, int64_t panel) __attribute__((always_inline)) {
       constexpr int P = decltype(count)::value;
-      decltype(source<S>(w, 0)) sources[P];
-      for (int p = 0; p < P; ++p) sources[p] = source<S>(w, panel + p);
+      decltype(source<S, P>(w, 0)) sources[P];
+      for (int p = 0; p < P; ++p) sources[p] = source<S, P>(w, panel + p);
       multiply_panels<E, R, P>(x, x_stride, w, sources, panel, out, out_stride);
     });
   });

@@ -105,10 +105,9 @@ constexpr int panels_at_once(int rows) {
   return rows * 4 <= sums ? 4 : rows * 2 <= sums ? 2 : 1;
 }
 
-// Calls body(Count<P>, panel) for panels [begin, end), as many at once as suit a tile of R rows.
-template <int R, typename Body>
+// Calls body(Count<P>, panel) for panels [begin, end), P at once and then one by one.
+template <int P, typename Body>
 static inline void for_panels(int64_t begin, int64_t end, Body body) {
-  constexpr int P = panels_at_once(R);
   for (; end - begin >= P; begin += P) body(Count<P>{}, begin);
   if constexpr (P > 1)
     for (; begin < end; ++begin) body(Count<1>{}, begin);

@@ -35,15 +35,25 @@ static inline float widen(uint16_t bfloat16) {
 }
 
 // Weights come from memory, once: asked for early, since a tile of many rows looks less far ahead than memory is away.
-// Past a panel's end begins the next one. Always inlined: the compiler takes a function that only prefetches for one
-// without effect, and drops its calls.
 constexpr int64_t LINE = 64, LINES_AHEAD = 64;
 
-template <typename T>
-__attribute__((always_inline)) static inline void fetch_ahead(const T* values, int64_t step) {
-  constexpr int64_t ROWS_IN_LINE = 4 / sizeof(T);
-  if (step % ROWS_IN_LINE == 0) __builtin_prefetch(values + (step + LINES_AHEAD * ROWS_IN_LINE) * COLUMNS, 0, 2);
-}
+// Where a run of a panel asks from, some lines further on. Past a panel's end begins the next one. Of P panels that are
+// read beside each other, what comes after them lies P - 1 panels further.
+template <typename T, int P>
+struct Asked {
+  static constexpr int64_t ROWS_IN_LINE = 4 / sizeof(T), ROWS_AHEAD = LINES_AHEAD * ROWS_IN_LINE;
+  const T* values = nullptr;
+
+  Asked() = default;
+  // run: the i-th of a panel's rows, and those after it.
+  Asked(const T* run, int64_t i, int64_t depth) : values(run + ROWS_AHEAD * COLUMNS) {
+    if (P > 1 && i + RUN + ROWS_AHEAD > depth) values += (P - 1) * depth * COLUMNS;
+  }
+  // Always inlined: the compiler takes a function that only prefetches for one without effect, and drops its calls.
+  __attribute__((always_inline)) void ask(int64_t step) const {
+    if (step % ROWS_IN_LINE == 0) __builtin_prefetch(values + step * COLUMNS, 0, 2);
+  }
+};
 
 // what out[row][column] becomes: y, out + y, or silu(out) * y
 template <Epilogue E>
