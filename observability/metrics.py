@@ -282,17 +282,18 @@ class WorkerMetrics:
         self.epochs = Counter(names.WORKER_EPOCHS, "Epochs begun: lives of the KV tensors.", registry=r)
         self.tiers = TierMetrics(r)
         self.redis_reconnects = _redis_reconnects(r)
-        self._parts = [self.step_s.labels(part) for part in STEP_PARTS]  # once: looking labels up is dearer
-        self._prefill_tokens, self._decode_tokens = self.tokens.labels("prefill"), self.tokens.labels("decode")
+        # Once: looking labels up is dearer.
+        self._parts = {part: self.step_s.labels(part) for part in STEP_PARTS}
+        self._phases = {phase: self.tokens.labels(phase) for phase in ("prefill", "decode")}
 
     def observe_step(
         self, *, build_s: float, forward_s: float, sample_s: float, prefill_tokens: int, decode_tokens: int
     ) -> None:
         """Count one step."""
-        for part, seconds in zip(self._parts, (build_s, forward_s, sample_s), strict=True):
-            part.observe(seconds)
-        self._prefill_tokens.inc(prefill_tokens)
-        self._decode_tokens.inc(decode_tokens)
+        for part, seconds in zip(STEP_PARTS, (build_s, forward_s, sample_s), strict=True):
+            self._parts[part].observe(seconds)
+        self._phases["prefill"].inc(prefill_tokens)
+        self._phases["decode"].inc(decode_tokens)
 
 
 def _registry() -> CollectorRegistry:
