@@ -57,18 +57,18 @@ class Round:
 
 async def run_round(client: StreamClient, target: Target, shape: Shape, rng: random.Random) -> Round:
     """Raises BenchFailed when the round does not show what it should."""
-    prompts = [_random_prompt(rng, STREAM_PROMPT_TOKENS, shape.stream_tokens) for _ in range(shape.streams)]
+    prompts = [random_prompt(rng, STREAM_PROMPT_TOKENS, shape.stream_tokens) for _ in range(shape.streams)]
     async with asyncio.TaskGroup() as tasks:
         streams = []
         for prompt in prompts:
             streams.append(tasks.create_task(client.send(target, prompt)))
             await asyncio.sleep(STAGGER_S)
         await asyncio.sleep(shape.settle_s)
-        long = await client.send(target, _random_prompt(rng, shape.prompt_tokens, LONG_OUTPUT_TOKENS))
+        long = await client.send(target, random_prompt(rng, shape.prompt_tokens, LONG_OUTPUT_TOKENS))
     return judge([task.result() for task in streams], long)
 
 
-def _random_prompt(rng: random.Random, num_tokens: int, max_tokens: int) -> PromptRequest:
+def random_prompt(rng: random.Random, num_tokens: int, max_tokens: int) -> PromptRequest:
     return PromptRequest(TokenIds([rng.choice(TOKEN_IDS) for _ in range(num_tokens)]), max_tokens)
 
 
@@ -102,7 +102,7 @@ async def measure(target: Target, shape: Shape, rounds: int, seed: int) -> list[
     results = []
     async with open_client(timeout_s=TIMEOUT_S) as client:
         named = target if target.model else replace(target, model=await client.first_model(target))
-        await client.send(named, _random_prompt(rng, STREAM_PROMPT_TOKENS, LONG_OUTPUT_TOKENS))  # warm-up
+        await client.send(named, random_prompt(rng, STREAM_PROMPT_TOKENS, LONG_OUTPUT_TOKENS))  # warm-up
         print(f"{'round':>8} {'before p50':>11} {'ITL p50':>9} {'p99':>9} {'max':>9} ms {'TTFT':>8} s")
         for number in range(rounds):
             results.append(await run_round(client, named, shape, rng))
