@@ -1,4 +1,5 @@
-"""The port through which an executor runs a model: torch_runner.py, cuda/runner.py on GPUs, simulated_runner.py.
+"""The port through which an executor runs a model: torch_runner.py, kernels/decoder.py on CPUs, cuda/runner.py on GPUs,
+simulated_runner.py.
 
 A runner takes a step from batch to tokens: where logits live, who draws from them and how is its own affair, so one
 may sample on its device, and one without a model need not make logits at all. Imports no torch.

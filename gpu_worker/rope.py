@@ -70,9 +70,10 @@ def _yarn_attention_scale(rope: YarnRope) -> float:
 
 
 class RotaryEmbedding:
-    """cos and sin of a step's positions, computed once per step and used by every layer."""
+    """cos and sin of positions, used by every layer."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        self.head_dim = head_dim
         inv_freq, self._scale = inverse_frequencies(rope, head_dim)
         self._inv_freq = inv_freq.to(device)
 
@@ -90,14 +91,18 @@ class RotaryTable:
 
     def __init__(self, embedding: RotaryEmbedding) -> None:
         self._embedding = embedding
-        self._cos, self._sin = torch.empty(0), torch.empty(0)
+        self._cos = self._sin = torch.empty(0, embedding.head_dim // 2)
 
     def reach(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin [at least `positions`, head_dim / 2]."""
-        while (known := len(self._cos)) < positions:
-            more = self._embedding.cos_sin(torch.arange(known, known + self.POSITIONS_AT_ONCE), torch.float32)
-            cos, sin = (part.flatten(1) for part in more)
-            self._cos, self._sin = (torch.cat((self._cos, cos)), torch.cat((self._sin, sin))) if known else (cos, sin)
+        known = len(self._cos)
+        if known < positions:
+            more = [
+                self._embedding.cos_sin(torch.arange(start, start + self.POSITIONS_AT_ONCE), torch.float32)
+                for start in range(known, positions, self.POSITIONS_AT_ONCE)
+            ]
+            self._cos = torch.cat([self._cos, *(cos.flatten(1) for cos, _ in more)])
+            self._sin = torch.cat([self._sin, *(sin.flatten(1) for _, sin in more)])
         return self._cos, self._sin
 
 

@@ -18,7 +18,7 @@ from wire.plan import ModelCard
 
 
 class LanguageModel(Protocol):
-    """CausalLM, or one over quantized weights."""
+    """CausalLM, its linear layers perhaps quantized."""
 
     def __call__(
         self,

@@ -78,6 +78,7 @@ class KernelModelRunner(PagedModelRunner):
 
     def _find_largest(self, logits: torch.Tensor) -> tuple[list[float], list[int]]:
         """The step's threads have found them already."""
+        assert len(logits) == len(self._largest.rows)
         return self._largest.lists()
 
 

@@ -38,7 +38,7 @@ SPLIT_TOKENS = 512
 """Positions of one work item of attention: SPLIT in src/attention.h."""
 MAX_HEAD_DIM = 256
 _PARTIAL_PADDING = 32
-"""Of partial_size in src/attention.h."""
+"""Of partial_size in src/attention_block.h."""
 _PART_COLUMNS = 4096
 """PART_COLUMNS in src/largest.h."""
 _BLOCK_DEPTH = 256
@@ -220,7 +220,7 @@ class Kernels:
         self._functions["decode"](model, step, torch.get_num_threads())
 
     def largest(self, values: torch.Tensor) -> tuple[list[float], list[int]]:
-        """Implements gpu_worker.sampler.FindLargest for contiguous float32 values."""
+        """As gpu_worker.sampler.FindLargest says, of contiguous float32 values; a step does it by itself."""
         rows, columns = values.shape
         assert values.is_contiguous() and columns
         found = FoundLargest(rows, columns)

@@ -29,7 +29,7 @@ def runners_of(directory: Path, window: int) -> dict[str, PagedModelRunner]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Two that spin at every barrier take ten times as long as one, as soon as something else wants a core."""
+    """Two that wait for each other take far longer than one, as soon as something else wants a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

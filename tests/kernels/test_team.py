@@ -30,8 +30,8 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def crowded(run: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Results of `run` by far too many threads, beside another such team."""
+def crowded(run: Callable[[], torch.Tensor], count: int = THREADS, rounds: int = ROUNDS) -> Iterator[torch.Tensor]:
+    """Results of `run` by far too many threads, beside another team."""
     over = threading.Event()
 
     def busy() -> None:
@@ -43,8 +43,8 @@ def crowded(run: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
     other = threading.Thread(target=busy)
     other.start()
     try:
-        with threads(THREADS):
-            for _ in range(ROUNDS):
+        with threads(count):
+            for _ in range(rounds):
                 yield run()
     finally:
         over.set()
@@ -80,6 +80,22 @@ def test_linears_of_a_crowded_team_are_bitwise_those_of_one_thread(kernels: Kern
         with threads(1):
             expected = run()
         assert all(torch.equal(result, expected) for result in crowded(run))
+
+
+def test_more_threads_than_have_a_place_for_their_pieces(built: Path) -> None:
+    """MOST_THREADS in src/team.h."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(2080, 192), torch.randn(5, 192)
+    kernels, layer = Kernels(built), PackedLinear(pack(weight), None, 2080)
+
+    def run() -> torch.Tensor:
+        out = torch.empty(5, 2080)
+        kernels.linear(x, layer, out)
+        return out
+
+    with threads(1):
+        expected = run()
+    assert all(torch.equal(result, expected) for result in crowded(run, count=70, rounds=10))
 
 
 @pytest.mark.parametrize("contexts", [[1, 40, 300], [700, 20, 1600]], ids=["one split", "several"])

@@ -9,9 +9,11 @@
 #pragma once
 
 #include "attention_block.h"
+#include "team.h"
 
-constexpr int64_t SPLIT = 512;  // positions of one work item; gpu_worker/attention/cpu_backend.py has it too
-constexpr int64_t BACKUP_FLOATS = RESULT_FLOATS / 16;  // partials of a KV head, if others may do it too
+constexpr int64_t SPLIT = 512;  // positions of one work item; SPLIT_TOKENS in gpu_worker/kernels/library.py
+// Of a KV head's partials in a step whose attention may be done twice: decodes. With a chunk of a prompt it is not.
+constexpr int64_t BACKUP_FLOATS = RESULT_FLOATS / 8;
 
 // A run of up to a few queries of one sequence, consecutive positions. Mirrors the rows of the `tiles` argument.
 struct QueryTile {

@@ -3,7 +3,6 @@
 
 #include "norm_rope.h"
 #include "softmax.h"
-#include "team.h"
 #include "transpose.h"
 
 constexpr int64_t BLOCK = 128;  // positions whose scores are held at once

@@ -208,10 +208,12 @@ static inline int64_t panel_bytes(const Linear& w) {
 template <Epilogue E, Stored S>
 static void multiply_dots(const RoundedRows& x, int64_t rows, const Linear& w, int64_t begin, int64_t end, float* out,
                           int64_t out_stride) {
+  constexpr int ROWS = DotTile<S>::ROWS;
+  const int64_t tiles = (rows + ROWS - 1) / ROWS, first_rows = (rows + tiles - 1) / tiles;
   const auto multiply = [&](auto row_count, auto panel_count, int64_t row, int64_t panel) {
     constexpr int R = decltype(row_count)::value, P = decltype(panel_count)::value;
     alignas(64) float sums[R * P * COLUMNS];
-    const int64_t ahead = row == 0 ? LINES_AHEAD * LINE : row == R ? P * panel_bytes<S>(w) : 0;
+    const int64_t ahead = row == 0 ? LINES_AHEAD * LINE : row == first_rows ? P * panel_bytes<S>(w) : 0;
     const int64_t jump = R == rows ? (P - 1) * panel_bytes<S>(w) : 0;
     dot_panels<S, R, P>(x, row, w, panel, ahead, jump, sums);
     for (int p = 0; p < P; ++p) {
@@ -220,7 +222,6 @@ static void multiply_dots(const RoundedRows& x, int64_t rows, const Linear& w, i
                       out + row * out_stride + column, out_stride, left < COLUMNS ? left : int64_t{COLUMNS});
     }
   };
-  constexpr int ROWS = DotTile<S>::ROWS;
   const int64_t at_once = DotTile<S>::panels(rows);  // also of every tile: of several, none has less than half its rows
   for (int64_t panel = begin, taken; panel < end; panel += taken) {
     taken = end - panel < at_once ? 1 : at_once;

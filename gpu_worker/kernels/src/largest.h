@@ -19,19 +19,18 @@ static inline void take_larger(Largest& of, double value, int64_t column) {
 }
 
 static inline Largest largest_of(const float* values, int64_t begin, int64_t end) {
-  typedef int32_t ints __attribute__((vector_size(sizeof(vec))));
   Largest found{values[begin], begin};
   int64_t i = begin;
   if (end - begin >= LANES) {
     vec most = load(values + begin);
-    ints steps{}, is_nan = most != most;  // of LANES, from begin on
+    ivec steps{}, is_nan = most != most;  // of LANES, from begin on
     int32_t step = 0;
     for (i += LANES; i + LANES <= end; i += LANES) {
       const vec value = load(values + i);
-      const ints is_larger = value > most;
+      const ivec is_larger = value > most;
       ++step;
       most = is_larger ? value : most;
-      steps = is_larger ? ints{} + step : steps;
+      steps = is_larger ? ivec{} + step : steps;
       is_nan |= value != value;
     }
     for (int lane = 0; lane < LANES; ++lane) {

@@ -4,7 +4,7 @@
 // A thread may lose its core at any time to another process of the same machine, for longer than a phase takes. The others
 // then do its part of the work too (backup tasks, https://research.google/pubs/mapreduce-simplified-data-processing-on-large-clusters/):
 // they go on, phase after phase, and it follows when it has a core again. So nobody waits for a thread; a phase is over when
-// all of its pieces are. It is the thread with a piece that cannot be done twice that the others do wait for.
+// all of its pieces are. Only a thread with a piece that cannot be done twice is waited for, and all at the region's end.
 //
 // Who waits spins for some microseconds. Then it gives its core to whoever wants it, again and again: another process, or
 // the very thread it waits for. Only then it sleeps. Threads that slept at once would take turns on one core beside an idle
@@ -15,7 +15,7 @@
 
 constexpr int MOST_THREADS = 64;  // that others do the work of; those after them are waited for
 constexpr int64_t RESULT_FLOATS = 16384;  // of a piece that may be done twice: 64 KB, in the second cache
-constexpr int64_t PATIENCE_NS = 5000;
+constexpr int64_t LEAST_PATIENCE_NS = 5000, MOST_PATIENCE_NS = 500000;
 constexpr int SPINS = 200;
 constexpr int YIELDS = 20000;
 
@@ -92,13 +92,17 @@ class Team {
       add_done(end - begin, total);
     }
     // A thread that has its core needs no longer for its last piece than this one for a piece like it.
-    const int64_t now = now_ns(), item_ns = taken ? (now - started_ns) / taken : 0;
-    const int64_t until_ns = now + (2 * item_ns > PATIENCE_NS ? 2 * item_ns : PATIENCE_NS);
+    const int64_t now = now_ns(), patience_ns = taken ? 2 * (now - started_ns) / taken : 0;
+    const int64_t until_ns = now + (patience_ns < LEAST_PATIENCE_NS  ? LEAST_PATIENCE_NS
+                                    : patience_ns > MOST_PATIENCE_NS ? MOST_PATIENCE_NS
+                                                                     : patience_ns);
     do {
       if (is_over()) return begin_next();
       relax();
     } while (now_ns() < until_ns);
-    for (int64_t thread = 0; thread < threads_ && thread < MOST_THREADS && !is_over(); ++thread) {
+    for (int64_t i = 1; i < threads_ && !is_over(); ++i) {  // each begins with the next thread's
+      const int64_t thread = (thread_ + i) % threads_;
+      if (thread >= MOST_THREADS) continue;
       Piece& piece = state_.pieces[thread];
       const uint64_t open = __atomic_load_n(&piece.state, __ATOMIC_ACQUIRE);
       if (!(open & Piece::OPEN) || open >> 32 != phase_) continue;
@@ -132,8 +136,9 @@ class Team {
   uint64_t publish(int64_t begin, int64_t end) {
     if (thread_ >= MOST_THREADS) return 0;
     Piece& piece = state_.pieces[thread_];
-    __atomic_store_n(&piece.begin, begin, __ATOMIC_RELAXED);
-    __atomic_store_n(&piece.end, end, __ATOMIC_RELAXED);
+    // RELEASE: who sees these sees that the piece before is settled, and does not take one's begin with the other's end.
+    __atomic_store_n(&piece.begin, begin, __ATOMIC_RELEASE);
+    __atomic_store_n(&piece.end, end, __ATOMIC_RELEASE);
     const uint64_t open = uint64_t{phase_} << 32 | uint64_t{++piece_} << 1 | Piece::OPEN;
     __atomic_store_n(&piece.state, open, __ATOMIC_RELEASE);
     return open;

@@ -51,7 +51,7 @@ struct Tile {
         for (int v = 0; v < VECS; ++v) sums[p][r][v] *= by[r];
   }
 
-  // Always inlined: called, it would keep its sums in memory, and not be trusted to prefetch (linear.h).
+  // Always inlined: called, it would keep its sums in memory, and not be trusted to prefetch (weights.h).
   template <typename Source>
   __attribute__((always_inline)) void multiply(const float* __restrict a, int64_t a_stride, const Source (&b)[P],
                                                int64_t depth) {
