@@ -92,6 +92,8 @@ __attribute__((noinline)) static void multiply_panels(const float* x, int64_t x_
   }
 }
 
+// Panels of so many rows may be done twice (team.h). Of more, a phase is long enough for its pieces to even out, and a copy
+// of its outputs dear.
 constexpr int64_t BACKUP_ROWS = 16;
 
 // A thread's scratch for many rows: a block of a panel in float32, and the sums of the blocks before it.

@@ -1,10 +1,10 @@
 // The threads of one parallel region, which go through many short phases together: a whole step of a model is one
 // region, so threads are woken once a step, not once an operation.
 //
-// A thread may lose its core at any time to another process of the same machine, for longer than a phase takes. The others
-// then do its part of the work too (backup tasks, https://research.google/pubs/mapreduce-simplified-data-processing-on-large-clusters/):
-// they go on, phase after phase, and it follows when it has a core again. So nobody waits for a thread; a phase is over when
-// all of its pieces are. Only a thread with a piece that cannot be done twice is waited for, and all at the region's end.
+// A thread may lose its core at any time to another process of the same machine, for longer than a phase takes. The
+// others then do its part of the work too (backup tasks, docs/adr/0015): they go on, phase after phase, and it follows when
+// it has a core again. So nobody waits for a thread; a phase is over when all of its pieces are. Only a thread with a
+// piece that cannot be done twice is waited for, and all at the region's end.
 //
 // Who waits spins for some microseconds. Then it gives its core to whoever wants it, again and again: another process, or
 // the very thread it waits for. Only then it sleeps. Threads that slept at once would take turns on one core beside an idle
