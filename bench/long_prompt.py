@@ -10,24 +10,18 @@ long prompt's first token, or whose prompt was partly cached, is refused: it wou
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import uvloop
+from dataclasses import dataclass
+from functools import partial
 
 from bench.measure import Outcome, Percentiles, Result, percentiles_ms
-from bench.openai_stream import BenchFailed, StreamClient, Target, open_client, parse_target
-from bench.prompts import PromptRequest, TokenIds
-from wire.errors import MeshError
+from bench.openai_stream import BenchFailed, StreamClient, Target
+from bench.server_rounds import Rounds, random_prompt, server_arguments
 
-TIMEOUT_S = 300.0
-TOKEN_IDS = range(1000, 20_000)
-"""Ordinary tokens of any vocabulary."""
 STREAM_PROMPT_TOKENS = 32
 LONG_OUTPUT_TOKENS = 4
 STAGGER_S = 0.05
@@ -55,7 +49,7 @@ class Round:
     ttft_s: float
 
 
-async def run_round(client: StreamClient, target: Target, shape: Shape, rng: random.Random) -> Round:
+async def run_round(shape: Shape, client: StreamClient, target: Target, rng: random.Random) -> Round:
     """Raises BenchFailed when the round does not show what it should."""
     prompts = [random_prompt(rng, STREAM_PROMPT_TOKENS, shape.stream_tokens) for _ in range(shape.streams)]
     async with asyncio.TaskGroup() as tasks:
@@ -66,10 +60,6 @@ async def run_round(client: StreamClient, target: Target, shape: Shape, rng: ran
         await asyncio.sleep(shape.settle_s)
         long = await client.send(target, random_prompt(rng, shape.prompt_tokens, LONG_OUTPUT_TOKENS))
     return judge([task.result() for task in streams], long)
-
-
-def random_prompt(rng: random.Random, num_tokens: int, max_tokens: int) -> PromptRequest:
-    return PromptRequest(TokenIds([rng.choice(TOKEN_IDS) for _ in range(num_tokens)]), max_tokens)
 
 
 def judge(streams: Sequence[Outcome], long: Outcome) -> Round:
@@ -96,20 +86,6 @@ def _gaps(stream: Outcome, from_s: float, to_s: float) -> list[float]:
     return [later - earlier for earlier, later in gaps if later > from_s and earlier < to_s]
 
 
-async def measure(target: Target, shape: Shape, rounds: int, seed: int) -> list[Round]:
-    """One round after the other, each printed as it ends."""
-    rng = random.Random(f"long prompt {seed}")
-    results = []
-    async with open_client(timeout_s=TIMEOUT_S) as client:
-        named = target if target.model else replace(target, model=await client.first_model(target))
-        await client.send(named, random_prompt(rng, STREAM_PROMPT_TOKENS, LONG_OUTPUT_TOKENS))  # warm-up
-        print(f"{'round':>8} {'before p50':>11} {'ITL p50':>9} {'p99':>9} {'max':>9} ms {'TTFT':>8} s")
-        for number in range(rounds):
-            results.append(await run_round(client, named, shape, rng))
-            print(_row(str(number + 1), [results[-1]]), flush=True)
-    return results
-
-
 def _row(name: str, rounds: Sequence[Round]) -> str:
     def median(values: Sequence[float]) -> float:
         return statistics.median(values)
@@ -124,25 +100,15 @@ def _row(name: str, rounds: Sequence[Round]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server; default: %(default)s")
-    parser.add_argument("--model", default="", help="default: the first the server names")
+    parser = server_arguments(__doc__)
     parser.add_argument("--streams", type=int, default=4, help="decoding streams; default: %(default)s")
     parser.add_argument("--stream-tokens", type=int, default=400, help="output of each; default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=4000, help="the long prompt; default: %(default)s")
     parser.add_argument("--settle-s", type=float, default=2.0, help="decode before it; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: %(default)s")
     asked = parser.parse_args()
     shape = Shape(asked.streams, asked.stream_tokens, asked.prompt_tokens, asked.settle_s)
-    try:
-        target = replace(parse_target(asked.url, "--url"), path="/v1/completions", model=asked.model)
-        rounds = uvloop.run(measure(target, shape, asked.rounds, asked.seed))
-    except MeshError as error:
-        raise SystemExit(f"bench.long_prompt: {error.message}") from None
-    except ExceptionGroup as group:
-        raise SystemExit(f"bench.long_prompt: {group.exceptions[0]}") from None
-    print(_row("median", rounds))
+    head = f"{'round':>8} {'before p50':>11} {'ITL p50':>9} {'p99':>9} {'max':>9} ms {'TTFT':>8} s"
+    Rounds("bench.long_prompt", head, partial(run_round, shape), _row).main(asked)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ against any OpenAI-compatible server, nothing else asking. A round whose first p
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-import uvloop
-
-from bench.long_prompt import TIMEOUT_S, random_prompt
 from bench.measure import Outcome, Result
-from bench.openai_stream import BenchFailed, StreamClient, Target, open_client, parse_target
-from wire.errors import MeshError
+from bench.openai_stream import BenchFailed, StreamClient, Target
+from bench.server_rounds import Rounds, random_prompt, server_arguments
 
 OUTPUT_TOKENS = 4
 BATCH, BATCH_PROMPT_TOKENS = 8, 128
@@ -33,7 +30,7 @@ class Round:
     tokens_s: float
 
 
-async def run_round(client: StreamClient, target: Target, prompt_tokens: int, rng: random.Random) -> Round:
+async def run_round(prompt_tokens: int, client: StreamClient, target: Target, rng: random.Random) -> Round:
     """Raises BenchFailed when the round does not show what it should."""
     prompt = random_prompt(rng, prompt_tokens, OUTPUT_TOKENS)
     cold = await client.send(target, prompt)
@@ -57,20 +54,6 @@ def _ttft_s(outcome: Outcome) -> float:
     return outcome.token_event_times_s[0] - outcome.sent_s
 
 
-async def measure(target: Target, prompt_tokens: int, rounds: int, seed: int) -> list[Round]:
-    """One round after the other, each printed as it ends."""
-    rng = random.Random(f"prefill {seed}")
-    results = []
-    async with open_client(timeout_s=TIMEOUT_S) as client:
-        named = target if target.model else replace(target, model=await client.first_model(target))
-        await client.send(named, random_prompt(rng, 16, OUTPUT_TOKENS))  # warm-up
-        print(f"{'round':>8} {'cold ms':>9} {'cached ms':>10} {'tokens/s':>9}")
-        for number in range(rounds):
-            results.append(await run_round(client, named, prompt_tokens, rng))
-            print(_row(str(number + 1), results[-1:]), flush=True)
-    return results
-
-
 def _row(name: str, rounds: Sequence[Round]) -> str:
     cold_s, cached_s = statistics.median(r.cold_s for r in rounds), statistics.median(r.cached_s for r in rounds)
     tokens_s = statistics.median(r.tokens_s for r in rounds)
@@ -78,19 +61,11 @@ def _row(name: str, rounds: Sequence[Round]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server; default: %(default)s")
-    parser.add_argument("--model", default="", help="default: the first the server names")
+    parser = server_arguments(__doc__)
     parser.add_argument("--prompt-tokens", type=int, default=2000, help="the long prompt; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: %(default)s")
     asked = parser.parse_args()
-    try:
-        target = replace(parse_target(asked.url, "--url"), path="/v1/completions", model=asked.model)
-        rounds = uvloop.run(measure(target, asked.prompt_tokens, asked.rounds, asked.seed))
-    except MeshError as error:
-        raise SystemExit(f"bench.prefill: {error.message}") from None
-    print(_row("median", rounds))
+    head = f"{'round':>8} {'cold ms':>9} {'cached ms':>10} {'tokens/s':>9}"
+    Rounds("bench.prefill", head, partial(run_round, asked.prompt_tokens), _row).main(asked)
 
 
 if __name__ == "__main__":

@@ -52,17 +52,20 @@ class CpuAttention:
 
 
 def attention_plan(batch: StepBatch) -> AttentionPlan:
-    tiles: list[tuple[int, int, int, int, int]] = []
-    items: list[tuple[int, int]] = []
+    """A step's queries in tiles of one sequence each, and what each tile sees in items that threads share out."""
+    tiles: list[int] = []
+    items: list[int] = []
     tables: list[int] = []
-    row = num_partials = 0
+    row = num_tiles = num_partials = 0
     for query_len, context_len, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
         for start in range(0, query_len, TILE_QUERIES):
             queries = min(TILE_QUERIES, query_len - start)
             position = context_len - query_len + start
             splits = (position + queries - 1) // SPLIT_TOKENS + 1
-            items.extend((len(tiles), split) for split in range(splits))
-            tiles.append((row + start, queries, position, len(tables), num_partials))
+            for split in range(splits):
+                items += (num_tiles, split)
+            tiles += (row + start, queries, position, len(tables), num_partials)
+            num_tiles += 1
             num_partials += splits * queries
         row += query_len
         tables += table

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ SPLIT_TOKENS = 512
 MAX_HEAD_DIM = 256
 _PARTIAL_PADDING = 32
 """Of partial_size in src/attention_block.h."""
+_TILE_FIELDS, _ITEM_FIELDS = 5, 2
+"""Of QueryTile and of an item in src/attention.h."""
 _PART_COLUMNS = 4096
 """PART_COLUMNS in src/largest.h."""
 _BLOCK_DEPTH = 256
@@ -134,21 +135,12 @@ def _panels(matrix: torch.Tensor) -> torch.Tensor:
 class AttentionPlan:
     """How the queries of one step attend. tiles, items and tables as of AttentionPlan in src/attention.h.
 
-    tiles: first row, queries, first position, where in `tables` its sequence's begins, and where in the scratch;
-    items: tile and split. num_partials: rows of scratch, of each head.
+    tiles, one after the other: first row, queries, first position, where in `tables` its sequence's begins, and where
+    in the scratch; items: tile and split. num_partials: rows of scratch, of each head.
     """
 
-    def __init__(
-        self,
-        tiles: Sequence[tuple[int, int, int, int, int]],
-        items: Sequence[tuple[int, int]],
-        tables: Sequence[int],
-        num_partials: int,
-    ) -> None:
-        self._num_tiles, self._num_items = len(tiles), len(items)
-        # Not tensors: a step is put together in microseconds.
-        self._tiles, self._items = integers(chain.from_iterable(tiles)), integers(chain.from_iterable(items))
-        self._tables = integers(tables)
+    def __init__(self, tiles: Sequence[int], items: Sequence[int], tables: Sequence[int], num_partials: int) -> None:
+        self._tiles, self._items, self._tables = integers(tiles), integers(items), integers(tables)
         self._num_partials = num_partials
         self._partials: torch.Tensor | None = None
 
@@ -158,9 +150,9 @@ class AttentionPlan:
         return structs.made(
             structs.AttentionPlan,
             tiles=place(self._tiles),
-            num_tiles=self._num_tiles,
+            num_tiles=len(self._tiles) // _TILE_FIELDS,
             items=place(self._items),
-            num_items=self._num_items,
+            num_items=len(self._items) // _ITEM_FIELDS,
             tables=place(self._tables),
             partials=self._partials.data_ptr(),
         )

@@ -45,26 +45,26 @@ static void attend_split(const Work& work, const Work* following) {
     partial[dim + COLUMNS] = NOTHING_YET;
   }
   const int64_t end = (split + 1) * SPLIT <= last ? (split + 1) * SPLIT : last + 1;
-  const int64_t at_once = rows <= TILE_ROWS ? HEADS_AT_ONCE : 1;
+  const int64_t at_once = rows <= TILE_ROWS ? HEADS_AT_ONCE : 1;  // KV heads
   bool ends = false;
   for (Block block(item, work.first_block()); !ends;) {
     ends = block.first + BLOCK >= end;
     const Work& next_work = ends && following ? *following : work;
     const Block next(next_work.item, ends && following ? following->first_block() : block.first + BLOCK);
-    const float* next_keys = next.count > 0 ? next_work.item.keys + next.places[0] : nullptr;
     for (int64_t n = 0; n < kv_heads; n += at_once) {
       const Item head = item.ahead(n);
       const int64_t left = kv_heads - n, heads = left < at_once ? left : at_once;
       const bool stays = left > heads;  // in this block
-      const float* after = stays ? head.keys + heads * dim + block.places[0] : next_keys;
+      const float* keys_after = stays ? head.keys + heads * dim : next_work.item.keys;
+      const Block& block_after = stays ? block : next;
       if (rows > TILE_ROWS) {
         const int64_t steps = (block.count + COLUMNS - 1) / COLUMNS;
-        Ahead values(shape, head.values, heads, block, steps);
-        Ahead keys(shape, stays ? head.keys + dim : next_work.item.keys, heads, stays ? block : next, steps);
+        Ahead values(shape, head.values, block, steps), keys(shape, keys_after, block_after, steps);
         attend_many(head, block, values, keys);
       } else {
+        const float* following = block_after.count > 0 ? keys_after + block_after.places[0] : nullptr;
         with_count<TILE_ROWS>(rows, [&](auto count) __attribute__((always_inline)) {
-          attend_few<decltype(count)::value>(head, heads, block, after);
+          attend_few<decltype(count)::value>(head, heads, block, following);
         });
       }
     }

@@ -71,17 +71,17 @@ struct Block {
   }
 };
 
-// Asks for the keys or values of a block that are wanted next, some tokens a step, in the order of their addresses;
-// into the second cache: one head's keys alone fill the first.
+// For many rows: asks for a head's keys or values of a block that are wanted next, some tokens a step; into the second
+// cache: one head's keys alone fill the first.
 struct Ahead {
   const float* from;
   const Block& block;
   int64_t stride, width;  // floats from token to token, and of a token
   int64_t per_step, at = 0;
 
-  // Of `heads` heads, all of them in so many steps.
-  Ahead(const Shape& shape, const float* from, int64_t heads, const Block& block, int64_t steps)
-      : from(from), block(block), stride(shape.token_stride()), width(heads * shape.head_dim),
+  // All of them in so many steps.
+  Ahead(const Shape& shape, const float* from, const Block& block, int64_t steps)
+      : from(from), block(block), stride(shape.token_stride()), width(shape.head_dim),
         per_step(block.count > 0 ? (block.count + steps - 1) / steps : 0) {}
 
   void step() {
@@ -92,17 +92,17 @@ struct Ahead {
   }
 };
 
-// Where the keys or values lie that come next, 16 tokens' of one head. They are asked for into the second cache, a token
+// For few rows: where the keys or values lie that come next, 16 tokens' of one head. They are asked for into the second cache, a token
 // with each that is worked on: so memory is busy all the while, in the order of its addresses.
 struct Next {
   const float* from;
-  int64_t stride, head_dim;  // floats from token to token, and of each
+  int64_t stride;  // floats from token to token
 
   // Of the n-th of the heads from `from` on that are worked on together. Where these are all the heads, what follows in
   // memory is asked for, whosever it is.
   Next(const Shape& shape, const float* from, int64_t n, int64_t heads)
       : from(from + n * shape.head_dim * (heads == shape.kv_heads ? COLUMNS : 1)),
-        stride(heads == shape.kv_heads ? shape.head_dim : shape.token_stride()), head_dim(shape.head_dim) {}
+        stride(heads == shape.kv_heads ? shape.head_dim : shape.token_stride()) {}
   __attribute__((always_inline)) void ask(int64_t token, int64_t d) const {
     __builtin_prefetch(from + token * stride + d, 0, 2);
   }
