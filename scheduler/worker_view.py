@@ -227,22 +227,27 @@ class WorkerView:
     # -- plans -----------------------------------------------------------------------------------------------------
 
     def joinable_plans(self) -> list[StepPlan]:
-        """The plan that is queued last and those that joined it, not begun as far as we know: another may join. Empty
-        where none may: there is none, a copy waits that may need what these compute, or a release that would keep one
-        of their chunks, which others count on already, from being computed."""
+        """The plans that share the step behind the running one, as far as we know: another may join them. Empty where
+        none may: there are none, a copy waits that may need what these compute, or a release that would keep one of
+        their chunks, which others count on already, from being computed.
+
+        The oldest in flight runs. One that joined it runs with it or, if it came too late for that, comes next; which
+        of the two is not known, so both count: a plan that joins another which has begun is just the next one."""
         if self.pending_copies:
             return []
         queued: list[StepPlan] = []
         released = {release.seq_id for release in self.pending_releases}
-        for flight in reversed(self.in_flight[1:]):  # the oldest runs
-            if not flight.plan.max_steps or flight.next_step:
+        for flight in reversed(self.in_flight):
+            if flight.next_step or (flight is self.in_flight[0] and not queued):
+                break
+            if not flight.plan.max_steps:
                 return []
             queued.insert(0, flight.plan)
             if not released.isdisjoint(chunk.seq_id for chunk in flight.plan.prefill_chunks):
                 return []
             if not flight.plan.joins:
-                return queued
-        return []
+                break
+        return queued
 
     def lease_left(self) -> int:
         """Steps the newest plan in flight may still run; 0 when none is in flight."""

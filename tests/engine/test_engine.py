@@ -47,6 +47,23 @@ def test_steady_decode_sends_a_plan_only_when_the_lease_runs_low() -> None:
     assert len(driver.plans) <= 200 // 8 + 2
 
 
+def test_a_prompt_joins_the_plans_of_the_next_step_even_when_they_may_have_begun() -> None:
+    driver = Driver(pages=64, step_token_budget=64, max_queued_plans=2)
+    for salt, name in enumerate("abc"):
+        driver.arrive(name, prompt(10, salt), 20)
+    assert [plan.joins for plan in driver.plans] == [False, False, True, True], "b's and c's share a step"
+    driver.step()  # of a's chunk: theirs comes next, or runs already
+    driver.arrive("d", prompt(10, 3), 20)
+    assert [plan.joins for plan in driver.plans[4:]] == [True], "it does not wait for a report"
+    driver.arrive("e", prompt(60, 4), 20)
+    chunk_tokens = sum(chunk.num_tokens for plan in driver.plans[1:] for chunk in plan.prefill_chunks)
+    assert chunk_tokens + len(driver.plans[-1].decodes) == 64, "they may all share one step"
+    driver.run()
+    sampling = make_request("x", [2], 20).sampling
+    for salt, (name, length) in enumerate(zip("abcde", (10, 10, 10, 10, 60), strict=True)):
+        assert driver.outputs[f"{name}/0"] == expected_output(prompt(length, salt), sampling)
+
+
 def test_cancel_is_dispatched_at_once_even_when_plans_are_queued() -> None:
     driver = Driver(pages=64, step_token_budget=16, max_queued_plans=2)
     driver.arrive("long", prompt(300), 4)

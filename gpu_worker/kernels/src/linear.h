@@ -61,6 +61,14 @@ struct Kept {
   }
 };
 
+// Floats that are in the cache; with a row of them, one of those that come next is asked for.
+struct AskingFloats {
+  const float *values = nullptr, *next = nullptr;
+  AskingFloats run(int64_t i) const { return {values + i * COLUMNS, next + i * COLUMNS}; }
+  __attribute__((always_inline)) void ahead(int64_t step) const { __builtin_prefetch(next + step * COLUMNS, 0, 2); }
+  vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES); }
+};
+
 // A panel from row `start` on, a multiple of RUN; one of P that are read beside each other, from their first rows on.
 template <Stored S, int P = 1>
 static inline auto source(const Linear& w, int64_t panel, int64_t start = 0) {
@@ -98,12 +106,19 @@ constexpr int64_t BACKUP_ROWS = 16;
 
 // A thread's scratch for many rows: a block of a panel in float32, and the sums of the blocks before it.
 constexpr int64_t BLOCK_DEPTH = 256;  // 16 KB of a panel, which stay in the first cache while rows go by
+constexpr int ASKING_ROWS = TILE_ROWS * 5 / 6;  // of a tile: more take longer than memory needs for a block
 constexpr int64_t scratch_size(int64_t rows) { return (BLOCK_DEPTH + rows) * COLUMNS; }
 
 struct LinearScratch {
   float* own;     // the thread's, scratch_size(rows)
   void* rounded;  // the team's, as of RoundedRows; null if no weights are for dot products
 };
+
+// How deep blocks of at most BLOCK_DEPTH are that are whole runs and as even as can be.
+static inline int64_t even_blocks(int64_t depth) {
+  const int64_t blocks = (depth + BLOCK_DEPTH - 1) / BLOCK_DEPTH;
+  return (depth + blocks * RUN - 1) / (blocks * RUN) * RUN;
+}
 
 // sums [R][16] (+)= R rows times a block of a panel. Not inlined either.
 template <int R, typename Source>
@@ -118,28 +133,38 @@ __attribute__((noinline)) static void multiply_block(const float* x, int64_t x_s
   tile.write(sums, COLUMNS);
 }
 
-// More rows than a tile: a panel goes by in blocks, each met by all rows before the next. The first tile of rows widens a
-// block on its way, the others find it in float32.
+// More rows than a tile: a panel goes by in blocks, each met by all rows before the next. The first tile of rows reads a
+// block from memory, and widens it on its way; the others find it in the first cache in float32. Memory would have nothing
+// to do meanwhile: where the first tile is too small to keep up with it, the second asks for the next block.
 template <Epilogue E, Stored S>
 static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t panel, float* out,
                           int64_t out_stride, float* scratch) {
   float* sums = scratch + BLOCK_DEPTH * COLUMNS;
   const int64_t column = panel * COLUMNS, left = w.columns - column, width = left < COLUMNS ? left : int64_t{COLUMNS};
   const float* bias = w.bias ? w.bias + column : nullptr;
-  for (int64_t start = 0; start < w.depth; start += BLOCK_DEPTH) {
-    const int64_t depth = w.depth - start < BLOCK_DEPTH ? w.depth - start : BLOCK_DEPTH;
+  const bool asks = S == Stored::FLOAT32 && rows <= 2 * ASKING_ROWS;
+  const int64_t block = asks ? even_blocks(w.depth) : BLOCK_DEPTH;
+  for (int64_t start = 0; start < w.depth; start += block) {
+    const int64_t depth = w.depth - start < block ? w.depth - start : block;
     const auto stored = source<S>(w, panel, start);
     for_tiles(rows, [&](auto tile_rows, int64_t first) {
       constexpr int R = decltype(tile_rows)::value;
       if constexpr (R * 2 >= TILE_ROWS) {
-        const float* from = x + first * x_stride + start;
         float* to = sums + first * COLUMNS;
-        if constexpr (S == Stored::FLOAT32)
-          multiply_block<R>(from, x_stride, stored, depth, start == 0, to);
-        else if (first == 0)
-          multiply_block<R>(from, x_stride, Kept<decltype(source<S>(w, 0))>{stored, scratch}, depth, start == 0, to);
-        else
-          multiply_block<R>(from, x_stride, Floats{scratch}, depth, start == 0, to);
+        const auto multiply_by = [&](const auto& values) {
+          multiply_block<R>(x + first * x_stride + start, x_stride, values, depth, start == 0, to);
+        };
+        if constexpr (S != Stored::FLOAT32) {
+          if (first == 0)
+            multiply_by(Kept<decltype(source<S>(w, 0))>{stored, scratch});
+          else
+            multiply_by(Floats{scratch});
+        } else {
+          if (first > 0 && asks)
+            multiply_by(AskingFloats{stored.values, stored.values + depth * COLUMNS});
+          else
+            multiply_by(stored);
+        }
         if (start + depth == w.depth)
           finish_panel<E>(to, COLUMNS, R, bias, out + first * out_stride + column, out_stride, width);
       }
