@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.redis_link import REDIS_ERRORS, refused
 from observability.metrics import GatewayMetrics
@@ -18,6 +19,7 @@ from wire.entries import CancelEntry, RequestEntry
 from wire.errors import InvalidRequest, Overloaded, Unavailable
 from wire.ids import RequestId
 from wire.journal import Journal
+from wire.redis_pipe import Command, RedisPipe
 
 log = logging.getLogger("gateway.mesh")
 
@@ -55,6 +57,10 @@ class _Submit:
     args: list[bytes | str | int | float]
     admitted: asyncio.Future[bool]
 
+    @property
+    def command(self) -> Command:
+        return ("EVAL", _SUBMIT, len(self.keys), *self.keys, *self.args)
+
 
 class Mesh:
     """Submits and cancels requests in one cell."""
@@ -64,7 +70,7 @@ class Mesh:
     ) -> None:
         """`submit_redis` carries what comes in bursts, `redis` all that must not wait behind it."""
         self._redis = redis
-        self._submit_redis = submit_redis
+        self._submit_pipe = RedisPipe(submit_redis)
         self._submits: deque[_Submit] = deque()  # one per request that is being handled
         self._submit_queued = asyncio.Event()
         self._cell = cell
@@ -110,7 +116,7 @@ class Mesh:
         if not batch:
             return
         try:
-            results = await self._run_submits(self._submit_redis, batch)
+            results = await self._run_submits(batch)
         except REDIS_ERRORS as error:
             batch = [*batch, *self._submits]  # those behind it would wait as long for the same
             self._submits.clear()
@@ -128,17 +134,16 @@ class Mesh:
 
     async def resubmit(self, entry: RequestEntry, lane: str) -> None:
         """Add again what a restarted Redis may have lost; harmless if it did not. Raises redis-py's errors."""
-        [result] = await self._run_submits(self._redis, [self._submit_of([entry], lane, NO_LIMIT)])
-        if isinstance(result, Exception):
-            raise result
+        redis: Any = self._redis  # untyped
+        await redis.execute_command(*self._submit_of([entry], lane, NO_LIMIT).command)
 
-    async def _run_submits(self, redis: Redis, batch: Sequence[_Submit]) -> list[Any]:
+    async def _run_submits(self, batch: Sequence[_Submit]) -> list[Any]:
         """One result each, a ResponseError where Redis refused. Raises redis-py's other errors."""
-        async with redis.pipeline(transaction=False) as pipe:
-            for submit in batch:
-                pipe.eval(_SUBMIT, len(submit.keys), *submit.keys, *submit.args)
-            results: list[Any] = await pipe.execute(raise_on_error=False)
-        return results
+        commands = [submit.command for submit in batch]
+        try:
+            return await self._submit_pipe.execute(commands)
+        except RedisConnectionError:  # may have broken long ago, when nobody asked; to add twice is harmless
+            return await self._submit_pipe.execute(commands)
 
     def _submit_of(self, entries: Sequence[RequestEntry], lane: str, limit: int) -> _Submit:
         names = [keys.live(self._cell), keys.requests(self._cell, lane)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from kvstore.prefix_index import Holder
 from observability.tracing import Tracer
@@ -16,7 +17,7 @@ from scheduler.clock import Clock
 from scheduler.commands import DispatchPlan
 from scheduler.events import Event, WorkerUp
 from scheduler.lease import Lease
-from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, decoded, execute_each
+from scheduler.redis_io import REDIS_ERRORS, Patience, RefusedKeys, decoded, each_of_its_key
 from scheduler.role_wishes import RoleWishes
 from scheduler.worker_link import WorkerLink
 from wire import keys
@@ -24,6 +25,7 @@ from wire.entries import WorkerEntry
 from wire.errors import EntryMalformed
 from wire.ids import WorkerId
 from wire.plan import ModelCard, WorkerInfo
+from wire.redis_pipe import Command, RedisPipe
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class WorkerRegistry:
         model_known: Callable[[ModelCard], Awaitable[None]],
         is_idle: Callable[[], bool],
     ) -> None:
-        self._redis = redis
+        self._pipe = RedisPipe(redis)
         self._cell = cell
         self._lease = lease
         self._clock = clock
@@ -99,28 +101,37 @@ class WorkerRegistry:
                 await asyncio.sleep(POLL_S)
 
     async def _read(self) -> dict[WorkerId, WorkerEntry]:
-        live = await self._redis.zrangebyscore(keys.workers(self._cell), self._clock.now(), "+inf")
-        worker_ids = [WorkerId(name) for name in decoded(live)]
-        known = sorted({*worker_ids, *self._links})  # a session outlives its registration
-        if not known:
-            return {}
-        roles = keys.roles(self._cell)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hmget(roles, known)
-            for worker_id in worker_ids:
-                pipe.hgetall(keys.worker(self._cell, worker_id))
-            wishes, *raws = await execute_each(pipe)
-        if not self._refused.note(roles, wishes):
-            self._roles.read(known, wishes)
+        """The live registrations that can be read: in one round trip, unless there is a worker that has no link yet."""
+        asked = sorted(self._links)  # a session outlives its registration
+        live, raws = await self._ask(asked)
+        if not live.issubset(asked):
+            asked = sorted(live.union(asked))
+            live, raws = await self._ask(asked)
         registered: dict[WorkerId, WorkerEntry] = {}
-        for worker_id, raw in zip(worker_ids, raws, strict=True):
+        for worker_id in live.intersection(asked):
+            raw = raws[worker_id]
             if not raw or self._refused.note(keys.worker(self._cell, worker_id), raw):
                 continue
             try:
-                registered[worker_id] = WorkerEntry.decode(raw)
+                registered[worker_id] = WorkerEntry.decode(dict(zip(raw[::2], raw[1::2], strict=True)))
             except EntryMalformed as error:
                 log.error("worker registration: %s", error.message, extra={"worker": worker_id})
         return registered
+
+    async def _ask(self, worker_ids: Sequence[WorkerId]) -> tuple[set[WorkerId], dict[WorkerId, Any]]:
+        """Which workers are live, and what is registered of these; takes note of the roles that are wished for them."""
+        commands: list[Command] = [("ZRANGEBYSCORE", keys.workers(self._cell), self._clock.now(), "+inf")]
+        if worker_ids:
+            roles = keys.roles(self._cell)
+            commands.append(("HMGET", roles, *worker_ids))
+            commands += [("HGETALL", keys.worker(self._cell, worker_id)) for worker_id in worker_ids]
+        live, *answers = await self._pipe.execute(commands)
+        if isinstance(live, ResponseError):
+            raise live
+        wishes, *raws = each_of_its_key(answers) or [None]
+        if worker_ids and not self._refused.note(roles, wishes):
+            self._roles.read(worker_ids, wishes)
+        return {WorkerId(name) for name in decoded(live)}, dict(zip(worker_ids, raws, strict=True))
 
     def _follow(self, registered: dict[WorkerId, WorkerEntry], tasks: asyncio.TaskGroup) -> None:
         for worker_id, link in self._links.items():

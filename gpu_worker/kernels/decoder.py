@@ -1,7 +1,8 @@
 """The Llama family's forward pass over the CPU kernels: gpu_worker/llama.py's CausalLM with packed weights.
 
-A step is one call (src/decoder.h); here its arguments are put together, without torch where they are integers: a step
-of one token takes a few milliseconds, and each operator of torch a hundredth of one.
+A step is one call (src/decoder.h); here its arguments are put together without torch's operators: a step of one token
+takes a few milliseconds, an operator a hundredth of one, and most let go of the GIL: the event loop, which has the last
+step's report to send, would take it, and the cores wait for it.
 """
 
 from __future__ import annotations
@@ -44,16 +45,19 @@ class KernelModelRunner(PagedModelRunner):
         self._is_dots = packed_linear(packed, "head", config.vocab_size).is_dots
         self._workspace = _Workspace(config, rows=0, is_dots=self._is_dots)
         self._largest = FoundLargest(0, config.vocab_size)
+        self._logits = _Logits(config.vocab_size)
+        self._attention_scratch = torch.empty(0)
 
-    @torch.no_grad()
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """As PagedModelRunner's."""
+        """As PagedModelRunner's. The logits are valid until the next step."""
         rows, num_logit_rows = len(batch.token_ids), len(batch.logit_rows)
         if not self._workspace.serves(rows):
             self._workspace = _Workspace(self._config, rows=rows, is_dots=self._is_dots)
-        logits = torch.empty(num_logit_rows, self._config.vocab_size)
+        heads, head_dim = self._config.num_heads, self._config.head_dim
+        logits = self._logits.of(num_logit_rows)
         self._largest = FoundLargest(num_logit_rows, self._config.vocab_size)
         plan = attention_plan(batch)
+        self._attention_scratch = _with_room(self._attention_scratch, plan.scratch_floats(heads, head_dim))
         lists = batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows
         token_ids, positions, slots, logit_rows = (integers(values) for values in lists)
         cos, sin = self._rotary.reach(max(batch.context_lens, default=0))
@@ -65,7 +69,7 @@ class KernelModelRunner(PagedModelRunner):
             slots=place(slots),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            attention=plan.struct(self._config.num_heads, self._config.head_dim),
+            attention=plan.struct(self._attention_scratch),
             logit_rows=place(logit_rows),
             num_logit_rows=num_logit_rows,
             logits=logits.data_ptr(),
@@ -80,6 +84,29 @@ class KernelModelRunner(PagedModelRunner):
         """The step's threads have found them already."""
         assert len(logits) == len(self._largest.rows)
         return self._largest.lists()
+
+
+def _with_room(scratch: torch.Tensor, num_floats: int) -> torch.Tensor:
+    """Scratch for so many: this, or a new one with some to spare."""
+    return scratch if scratch.numel() >= num_floats else torch.empty(num_floats * 5 // 4)
+
+
+class _Logits:
+    """One memory for the logits of every step, as many rows as it has."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._by_rows = {0: torch.empty(0, vocab_size)}
+
+    def of(self, rows: int) -> torch.Tensor:
+        """[rows, vocab_size], whose rows may still be those of the step before."""
+        found = self._by_rows.get(rows)
+        if found is None:
+            most = self._by_rows[max(self._by_rows)]
+            if rows > len(most):
+                most = torch.empty(rows, most.shape[1])
+                self._by_rows = {rows: most}
+            found = self._by_rows[rows] = most[:rows]
+        return found
 
 
 class _Workspace:

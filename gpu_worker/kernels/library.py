@@ -142,11 +142,13 @@ class AttentionPlan:
     def __init__(self, tiles: Sequence[int], items: Sequence[int], tables: Sequence[int], num_partials: int) -> None:
         self._tiles, self._items, self._tables = integers(tiles), integers(items), integers(tables)
         self._num_partials = num_partials
-        self._partials: torch.Tensor | None = None
 
-    def struct(self, heads: int, head_dim: int) -> Any:
-        """For the C side, with scratch for heads of this size; valid until the next call, and while this lives."""
-        self._partials = torch.empty(self._num_partials * heads, head_dim + _PARTIAL_PADDING)
+    def scratch_floats(self, heads: int, head_dim: int) -> int:
+        """What `struct` needs for heads of this size."""
+        return self._num_partials * heads * (head_dim + _PARTIAL_PADDING)
+
+    def struct(self, scratch: torch.Tensor) -> Any:
+        """For the C side, valid while this and the scratch live."""
         return structs.made(
             structs.AttentionPlan,
             tiles=place(self._tiles),
@@ -154,7 +156,7 @@ class AttentionPlan:
             items=place(self._items),
             num_items=len(self._items) // _ITEM_FIELDS,
             tables=place(self._tables),
-            partials=self._partials.data_ptr(),
+            partials=scratch.data_ptr(),
         )
 
 
@@ -292,9 +294,10 @@ class Kernels:
         assert head_dim % COLUMNS == 0 and head_dim <= MAX_HEAD_DIM and page_size % COLUMNS == 0
         assert queries.stride()[1:] == (head_dim, 1) and pages[0].is_contiguous() and pages[1].is_contiguous()
         out = torch.empty(num_tokens, heads, head_dim)
+        scratch = torch.empty(plan.scratch_floats(heads, head_dim))
         self._functions["attend"](
             queries.data_ptr(), queries.stride(0), pages[0].data_ptr(), pages[1].data_ptr(), out.data_ptr(),
-            plan.struct(heads, head_dim), page_size, heads, kv_heads, head_dim, window or 0, torch.get_num_threads(),
+            plan.struct(scratch), page_size, heads, kv_heads, head_dim, window or 0, torch.get_num_threads(),
         )  # fmt: skip
         return out
 

@@ -42,7 +42,7 @@ class UnitIndex:
         return chain(root_hash(namespace(card), salt), prompt)
 
     async def tiers(self, units: Sequence[UnitHash]) -> list[Tiers]:
-        """Of each unit; up to some 150 ms old."""
+        """Of each unit; up to some 300 ms old."""
         redis: Any
         async with open_redis(self._stack.redis.url) as redis:
             entry = WorkerEntry.decode(await redis.hgetall(keys.worker(CELL, self._worker_id)))
