@@ -12,7 +12,7 @@ import torch
 
 from gpu_worker.kv_cache import KVCache, KVLayout
 from gpu_worker.model_port import StepOutput
-from gpu_worker.sampler import find_largest, sample
+from gpu_worker.sampler import DrawnRow, draw_each, find_largest, sample
 from gpu_worker.sequences import LiveSequence
 from gpu_worker.step_batch import StepBatch
 from gpu_worker.transfer.port import KvPages
@@ -58,7 +58,7 @@ class PagedModelRunner(ABC):
         """Write the KV of every token of `batch` and draw the next token of each sequence in `sampling`."""
         logits = self.forward(batch)
         forwarded_ns = time.perf_counter_ns()
-        sampled = sample(logits, sampling, self.card, self._find_largest)
+        sampled = sample(logits, sampling, self.card, self._find_largest, self._draw)
         return StepOutput(sampled, (time.perf_counter_ns() - forwarded_ns) // 1000)
 
     @abstractmethod
@@ -71,6 +71,10 @@ class PagedModelRunner(ABC):
     def _find_largest(self, logits: torch.Tensor) -> tuple[list[float], list[int]]:
         """Implements gpu_worker.sampler.FindLargest for the logits of the last forward pass."""
         return find_largest(logits)
+
+    def _draw(self, rows: Sequence[DrawnRow]) -> list[int | None]:
+        """Implements gpu_worker.sampler.Draw."""
+        return draw_each(rows)
 
     @torch.no_grad()
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -23,6 +24,21 @@ from wire.sampling import SamplingParams, TokenLogprobs
 FindLargest: TypeAlias = Callable[[torch.Tensor], tuple[list[float], list[int]]]
 """Of values [rows, columns]: each row's largest and the column where it first is; if it has NaN, NaN and any."""
 
+
+@dataclass(frozen=True, slots=True)
+class DrawnRow:
+    """A row whose token is drawn, or found among adjusted logits."""
+
+    logits: torch.Tensor
+    """[vocab_size], contiguous: float32 as they came, or float64 with bias, mask and penalties."""
+    params: SamplingParams
+    uniform: float
+    """In [0, 1)."""
+
+
+Draw: TypeAlias = Callable[[Sequence[DrawnRow]], list[int | None]]
+"""A token of each row, None where no logit is finite."""
+
 _NUCLEUS_GUESSES = (256, 4096)
 """Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only when they do not reach p."""
 
@@ -34,30 +50,49 @@ def find_largest(values: torch.Tensor) -> tuple[list[float], list[int]]:
 
 
 def sample(
-    logits: torch.Tensor, sequences: Sequence[LiveSequence], card: ModelCard, largest: FindLargest = find_largest
+    logits: torch.Tensor,
+    sequences: Sequence[LiveSequence],
+    card: ModelCard,
+    largest: FindLargest = find_largest,
+    draw: Draw | None = None,
 ) -> list[Sampled]:
-    """Next token of each sequence. logits: float32 [len(sequences), vocab_size]."""
+    """Next token of each sequence. logits: float32 [len(sequences), vocab_size]. draw None: draw_each."""
     if not sequences:
         return []
     # One pass gives both the plain argmax and the soundness of each row.
     best, greedy = largest(logits)
-    return [
-        _sample_row(logits, i, sequence, card, greedy[i]) if math.isfinite(best[i]) else Sampled(None)
-        for i, sequence in enumerate(sequences)
-    ]
+    tokens: list[int | None] = [token if math.isfinite(b) else None for b, token in zip(best, greedy, strict=True)]
+    drawn = [i for i, sequence in enumerate(sequences) if tokens[i] is not None and not _takes_largest(sequence, card)]
+    if drawn:
+        rows = [_drawn_row(logits[i], sequences[i], card) for i in drawn]
+        for i, token in zip(drawn, (draw or draw_each)(rows), strict=True):
+            tokens[i] = token
+    return [_sampled(logits, i, token, sequences[i].sampling) for i, token in enumerate(tokens)]
 
 
-def _sample_row(logits: torch.Tensor, row: int, sequence: LiveSequence, card: ModelCard, greedy: int) -> Sampled:
-    params = sequence.sampling
-    token: int | None = greedy
-    masked: list[int] = []
-    if sequence.num_output_tokens < params.min_tokens:
-        masked = [stop_id for stop_id in sequence.stop_ids(card) if stop_id < logits.shape[1]]
-    if masked or params.temperature > 0 or changes_logits(params):
-        token = _draw(adjusted(logits[row].double(), sequence, masked), sequence)
+def _sampled(logits: torch.Tensor, row: int, token: int | None, params: SamplingParams) -> Sampled:
     if token is None or params.logprobs is None:
         return Sampled(token)
     return Sampled(token, token_logprobs(logits[row], token, params.logprobs))
+
+
+def _takes_largest(sequence: LiveSequence, card: ModelCard) -> bool:
+    """The next token is the likeliest of the logits as they are."""
+    params = sequence.sampling
+    if params.temperature > 0 or changes_logits(params):
+        return False
+    return sequence.num_output_tokens >= params.min_tokens or not sequence.stop_ids(card)
+
+
+def _drawn_row(logits: torch.Tensor, sequence: LiveSequence, card: ModelCard) -> DrawnRow:
+    params = sequence.sampling
+    masked: list[int] = []
+    if sequence.num_output_tokens < params.min_tokens:
+        masked = [stop_id for stop_id in sequence.stop_ids(card) if stop_id < len(logits)]
+    if masked or changes_logits(params):
+        logits = adjusted(logits.double(), sequence, masked)
+    u = uniform(params.seed, sequence.choice, sequence.num_output_tokens) if params.temperature else 0.0
+    return DrawnRow(logits, params, u)
 
 
 def changes_logits(p: SamplingParams) -> bool:
@@ -93,9 +128,13 @@ def adjusted(logits: torch.Tensor, sequence: LiveSequence, masked: Sequence[int]
     return logits
 
 
-def _draw(logits: torch.Tensor, sequence: LiveSequence) -> int | None:
-    """A token of the filtered distribution over adjusted float64 logits [vocab_size]; None if all are -inf."""
-    p = sequence.sampling
+def draw_each(rows: Sequence[DrawnRow]) -> list[int | None]:
+    """Implements Draw with torch, row by row: what others are tested against."""
+    return [_draw(row.logits.double(), row.params, row.uniform) for row in rows]
+
+
+def _draw(logits: torch.Tensor, p: SamplingParams, u: float) -> int | None:
+    """A token of the filtered distribution over float64 logits [vocab_size]; None if all are -inf."""
     best, best_id = logits.max(dim=-1)
     if not math.isfinite(best):
         return None
@@ -105,7 +144,6 @@ def _draw(logits: torch.Tensor, sequence: LiveSequence) -> int | None:
     # Inverse CDF in token-id order, on the host, whose float64 prefix sum is the same every time.
     cdf = probs.cpu().cumsum(0)
     total = float(cdf[-1])
-    u = uniform(p.seed, sequence.choice, sequence.num_output_tokens)
     target = torch.tensor(min(u * total, math.nextafter(total, 0.0)), dtype=torch.float64)
     return int(ids[int(torch.searchsorted(cdf, target, right=True))])
 

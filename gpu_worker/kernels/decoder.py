@@ -8,19 +8,21 @@ step's report to send, would take it, and the cores wait for it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gpu_worker.attention.cpu_backend import CpuAttention, attention_plan
 from gpu_worker.kernels import structs
-from gpu_worker.kernels.library import FoundLargest, Kernels, linear_scratch, rounded_rows
+from gpu_worker.kernels.library import FoundLargest, Kernels, draw_scratch, linear_scratch, rounded_rows
 from gpu_worker.kernels.packed import Packed, packed_linear
 from gpu_worker.kernels.structs import address, integers, made, place
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.model_config import DecoderConfig
 from gpu_worker.paged_runner import PagedModelRunner
 from gpu_worker.rope import RotaryEmbedding, RotaryTable
+from gpu_worker.sampler import DrawnRow
 from gpu_worker.step_batch import StepBatch
 from wire.plan import ModelCard
 
@@ -46,7 +48,7 @@ class KernelModelRunner(PagedModelRunner):
         self._workspace = _Workspace(config, rows=0, is_dots=self._is_dots)
         self._largest = FoundLargest(0, config.vocab_size)
         self._logits = _Logits(config.vocab_size)
-        self._attention_scratch = torch.empty(0)
+        self._attention_scratch = self._draw_scratch = torch.empty(0)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """As PagedModelRunner's. The logits are valid until the next step."""
@@ -84,6 +86,12 @@ class KernelModelRunner(PagedModelRunner):
         """The step's threads have found them already."""
         assert len(logits) == len(self._largest.rows)
         return self._largest.lists()
+
+    def _draw(self, rows: Sequence[DrawnRow]) -> list[int | None]:
+        """As PagedModelRunner's, by our kernel."""
+        if len(self._draw_scratch) < torch.get_num_threads():
+            self._draw_scratch = draw_scratch(self._config.vocab_size)
+        return self._kernels.draw(rows, self._draw_scratch)
 
 
 def _with_room(scratch: torch.Tensor, num_floats: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from gpu_worker.kernels import structs
 from gpu_worker.kernels.build import KernelsUnavailable, instruction_sets, library_path
 from gpu_worker.kernels.structs import address, integers, place
+from gpu_worker.sampler import DrawnRow
 from gpu_worker.weight_dtype import group_scales, quantize
 
 log = logging.getLogger("gpu_worker.kernels")
@@ -53,6 +55,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_P, _P, _P, _I, _I, _F, _I],
     "rope_and_write": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
     "largest": [_P, _I, _I, _P, _P, _I],
+    "draw": [_P, _I, _I, _P, _P, _I],
     "attend": [_P, _I, _P, _P, _P, ctypes.POINTER(structs.AttentionPlan), _I, _I, _I, _I, _I, _I],
     "copy_runs": [_P, _P, _P, _I],
 }
@@ -188,6 +191,26 @@ def rounded_rows(rows: int, depth: int) -> torch.Tensor:
     return torch.empty(rows * rounded_row_bytes(depth), dtype=torch.uint8)
 
 
+def draw_scratch(columns: int) -> torch.Tensor:
+    """For drawing from rows of so many, on each thread: see src/draw.h."""
+    return torch.empty(torch.get_num_threads(), 5 * columns, dtype=torch.float64)
+
+
+def _draw_struct(row: DrawnRow) -> Any:
+    """Valid while the row lives."""
+    at, params = row.logits.data_ptr(), row.params
+    is_adjusted = row.logits.dtype == torch.float64
+    return structs.Draw(
+        None if is_adjusted else at,
+        at if is_adjusted else None,
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        row.uniform,
+        params.top_k,
+    )
+
+
 class Kernels:
     """The functions of one compiled library, of the best instruction set this CPU has (or a named one)."""
 
@@ -222,6 +245,15 @@ class Kernels:
             values.data_ptr(), rows, columns, found.parts, found.rows, torch.get_num_threads()
         )  # fmt: skip
         return found.lists()
+
+    def draw(self, rows: Sequence[DrawnRow], scratch: torch.Tensor) -> list[int | None]:
+        """Implements gpu_worker.sampler.Draw, of rows of one length; scratch: draw_scratch(length)."""
+        draws = (structs.Draw * len(rows))(*map(_draw_struct, rows))
+        tokens = array("q", bytes(8 * len(rows)))
+        self._functions["draw"](
+            draws, len(rows), len(rows[0].logits), scratch.data_ptr(), place(tokens), torch.get_num_threads()
+        )  # fmt: skip
+        return [None if token < 0 else token for token in tokens]
 
     def linear(self, x: torch.Tensor, layer: PackedLinear, out: torch.Tensor, *, add: bool = False) -> None:
         """x [rows, depth] → out [rows, columns] = layer(x), or with `add` out += layer(x). Rows may be strided."""

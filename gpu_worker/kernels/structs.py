@@ -78,6 +78,13 @@ class Largest(ctypes.Structure):
     _fields_ = (("value", ctypes.c_double), ("column", _I))
 
 
+class Draw(ctypes.Structure):
+    _fields_ = (
+        ("logits", _P), ("adjusted", _P), ("temperature", ctypes.c_double), ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double), ("uniform", ctypes.c_double), ("top_k", _I),
+    )  # fmt: skip
+
+
 def made(struct: type[ctypes.Structure], **fields: Any) -> Any:
     """A struct with every field given, by name."""
     assert fields.keys() == {name for name, *_ in struct._fields_}, struct

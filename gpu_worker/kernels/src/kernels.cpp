@@ -23,6 +23,7 @@ namespace JOIN(kernels, ISA) {
 
 #include "copy.h"
 #include "decoder.h"
+#include "draw.h"
 
 // A whole step: what a worker runs.
 KERNEL(decode)(const Model* model, const Step* step, int64_t threads) {
@@ -73,6 +74,10 @@ KERNEL(attend)(const float* q, int64_t q_stride, const float* keys, const float*
 
 KERNEL(largest)(const float* values, int64_t rows, int64_t columns, Largest* parts, Largest* found, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t) { largest(team, values, rows, columns, parts, found); });
+}
+
+KERNEL(draw)(const Draw* draws, int64_t rows, int64_t columns, double* scratch, int64_t* tokens, int64_t threads) {
+  with_team(threads, [&](Team& team, int64_t thread) { draw(team, thread, draws, rows, columns, scratch, tokens); });
 }
 
 // KV out of another pool, in the calling thread: runs as of copy_runs.

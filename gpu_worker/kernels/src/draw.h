@@ -1,0 +1,278 @@
+// Draws tokens: temperature ▸ top-k ▸ top-p ▸ min-p ▸ inverse CDF, as gpu_worker/sampler.py says, in double.
+//
+// All filters keep the likeliest first, of equal ones the lowest id: each is a cut in that one order. Nothing is sorted
+// but the bucket of scores that a cut goes through.
+//
+//   scores   0 (the likeliest)     -1/16      -2/16      …      -32, and below
+//            | bucket 0             | 1        | 2        …      | 511
+#pragma once
+
+#include "team.h"
+
+// A row, and how to draw from it. Mirrored by gpu_worker/kernels/structs.py.
+struct Draw {
+  const float* logits;     // [columns]; null: see adjusted
+  const double* adjusted;  // [columns]
+  double temperature, top_p, min_p, uniform;  // temperature 0: the first of the largest
+  int64_t top_k;                              // 0: all
+};
+
+constexpr int64_t BUCKETS = 512, BUCKETS_IN_ONE = 16, HISTOGRAMS = 4, CDF_BLOCK = 64;
+constexpr int DOUBLES = LANES / 2;
+constexpr int64_t NO_TOKEN = -1;
+
+typedef double dvec __attribute__((vector_size(LANES * 4)));
+typedef int64_t lvec __attribute__((vector_size(LANES * 4)));
+typedef double dvec_in_memory __attribute__((vector_size(LANES * 4), aligned(8), may_alias));
+typedef float half_vec __attribute__((vector_size(LANES * 2)));
+typedef float half_vec_in_memory __attribute__((vector_size(LANES * 2), aligned(4), may_alias));
+
+static inline dvec load(const double* from) { return *reinterpret_cast<const dvec_in_memory*>(from); }
+static inline void store(double* to, dvec value) { *reinterpret_cast<dvec_in_memory*>(to) = value; }
+static inline dvec load_doubles(const double* from) { return load(from); }
+static inline dvec load_doubles(const float* from) {
+  return __builtin_convertvector(*reinterpret_cast<const half_vec_in_memory*>(from), dvec);
+}
+
+// e^x for x ≤ 0 to about 1 ulp: x = n ln 2 + r, Taylor's series in r, times 2^n. 0 below e^-700.
+static inline dvec exp(dvec x) {
+  const dvec clamped = x < -700.0 ? dvec{} - 700.0 : x;
+  const dvec magic = dvec{} + 6755399441055744.0;  // 1.5 * 2^52: the low mantissa bits of a sum are an integer
+  const dvec shifted = clamped * 1.4426950408889634 + magic, whole = shifted - magic;
+  const dvec r = (clamped - whole * 6.93147180369123816490e-1) - whole * 1.90821492927058770002e-10;
+  constexpr double FACTORIALS[] = {1.0, 1.0, 2.0, 6.0, 24.0, 120.0, 720.0, 5040.0, 40320.0, 362880.0, 3628800.0,
+                                   39916800.0, 479001600.0, 6227020800.0};
+  dvec p = dvec{} + 1.0 / FACTORIALS[13];
+#pragma GCC unroll 13
+  for (int i = 12; i >= 0; --i) p = p * r + 1.0 / FACTORIALS[i];
+  const lvec n = reinterpret_cast<lvec>(shifted) - reinterpret_cast<lvec>(magic);
+  const dvec value = reinterpret_cast<dvec>(reinterpret_cast<lvec>(p) + (n << 52));
+  return x < -700.0 ? dvec{} : value;
+}
+
+struct Candidate {
+  double score, weight;
+  int64_t column;
+  bool before(const Candidate& other) const {
+    return score > other.score || (score == other.score && column < other.column);
+  }
+};
+
+// Heapsort, in the order of `before`: no library's sort may be included (kernels.cpp).
+static void sort(Candidate* of, int64_t count) {
+  const auto sink = [&](int64_t at, int64_t end) {
+    const Candidate sinking = of[at];
+    for (int64_t child; (child = 2 * at + 1) < end; at = child) {
+      if (child + 1 < end && of[child].before(of[child + 1])) ++child;
+      if (!sinking.before(of[child])) break;
+      of[at] = of[child];
+    }
+    of[at] = sinking;
+  };
+  for (int64_t at = count / 2; at-- > 0;) sink(at, count);
+  for (int64_t end = count; end-- > 1;) {
+    const Candidate last = of[0];
+    of[0] = of[end];
+    of[end] = last;
+    sink(0, end);
+  }
+}
+
+// One row's scores and weights: scratch of three doubles a column for candidates, one for each of the others.
+struct Row {
+  int64_t columns;
+  double *scores, *weights;  // [columns]
+  Candidate* candidates;     // [columns]
+  int64_t counts[BUCKETS];
+  double sums[BUCKETS];
+  // What is kept: scores above, and of those level with it, columns up to.
+  double lowest = -__builtin_inf();
+  int64_t last_column;
+
+  Row(int64_t columns, double* scratch)
+      : columns(columns), scores(scratch), weights(scratch + columns),
+        candidates(reinterpret_cast<Candidate*>(scratch + 2 * columns)), last_column(columns) {}
+
+  static int64_t bucket(double score) {
+    const double place = score * -static_cast<double>(BUCKETS_IN_ONE);
+    return place < BUCKETS - 1 ? static_cast<int64_t>(place) : BUCKETS - 1;
+  }
+  bool keeps(double score, int64_t column) const { return score > lowest || (score == lowest && column <= last_column); }
+
+  template <typename T>
+  void weigh(const T* values, double best, double temperature) {
+    int64_t i = 0;
+    for (; i + DOUBLES <= columns; i += DOUBLES) {
+      const dvec score = (load_doubles(values + i) - best) / temperature;
+      store(scores + i, score);
+      store(weights + i, exp(score));
+    }
+    for (; i < columns; ++i) {
+      scores[i] = (static_cast<double>(values[i]) - best) / temperature;
+      weights[i] = exp(dvec{} + scores[i])[0];
+    }
+  }
+
+  // Several side by side, so that neighbours in one bucket do not wait for each other.
+  void count() {
+    int64_t all_counts[HISTOGRAMS][BUCKETS] = {};
+    double all_sums[HISTOGRAMS][BUCKETS] = {};
+    for (int64_t i = 0; i < columns; ++i) {
+      const int64_t of = bucket(scores[i]);
+      ++all_counts[i % HISTOGRAMS][of];
+      all_sums[i % HISTOGRAMS][of] += weights[i];
+    }
+    for (int64_t b = 0; b < BUCKETS; ++b) {
+      counts[b] = 0;
+      sums[b] = 0.0;
+      for (int64_t h = 0; h < HISTOGRAMS; ++h) {
+        counts[b] += all_counts[h][b];
+        sums[b] += all_sums[h][b];
+      }
+    }
+  }
+
+  double mass() const {
+    double sum = 0.0;
+    for (double of : sums) sum += of;
+    return sum;
+  }
+
+  // What is kept of a bucket, sorted; returns how many.
+  int64_t sort_bucket(int64_t of) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < columns; ++i)
+      if (bucket(scores[i]) == of && keeps(scores[i], i)) candidates[found++] = {scores[i], weights[i], i};
+    sort(candidates, found);
+    return found;
+  }
+
+  // Keeps the likeliest that reach(count, mass) says are enough; `count` and `mass` are those of all up to one of them.
+  // Returns their mass. Never enough: all that are kept already.
+  template <typename Enough>
+  double cut(Enough enough) {
+    int64_t count = 0;
+    double mass = 0.0;
+    for (int64_t b = 0; b < BUCKETS; ++b) {
+      if (counts[b] == 0) continue;
+      const bool is_cut = lowest > -__builtin_inf() && bucket(lowest) == b;
+      if (!is_cut && !enough(count + counts[b], mass + sums[b])) {
+        count += counts[b];
+        mass += sums[b];
+        continue;
+      }
+      const int64_t found = sort_bucket(b);
+      for (int64_t i = 0; i < found; ++i) {
+        mass += candidates[i].weight;
+        if (!enough(++count, mass)) continue;
+        lowest = candidates[i].score, last_column = candidates[i].column;
+        return mass;
+      }
+      if (is_cut) return mass;
+    }
+    return mass;
+  }
+
+  // Takes the weight of what is not kept, of columns [first, end); returns the sum of the others'.
+  double drop(int64_t first, int64_t end, double least_weight) {
+    dvec sums{};
+    int64_t i = first;
+    lvec at{};
+    for (int lane = 0; lane < DOUBLES; ++lane) at[lane] = first + lane;
+    for (; i + DOUBLES <= end; i += DOUBLES, at += DOUBLES) {
+      const dvec score = load(scores + i), weight = load(weights + i);
+      const lvec kept = (score > lowest) | ((score == lowest) & (at <= last_column));
+      const dvec left = kept & (weight >= least_weight) ? weight : dvec{};
+      store(weights + i, left);
+      sums += left;
+    }
+    double sum = 0.0;
+    for (int lane = 0; lane < DOUBLES; ++lane) sum += sums[lane];
+    for (; i < end; ++i) {
+      if (weights[i] < least_weight || !keeps(scores[i], i)) weights[i] = 0.0;
+      sum += weights[i];
+    }
+    return sum;
+  }
+
+  // The kept one where the sum of weights, in order of columns, first exceeds `uniform` of all.
+  int64_t draw(double uniform, double least_weight) {
+    double* blocks = reinterpret_cast<double*>(candidates);
+    double total = 0.0;
+    for (int64_t first = 0, block = 0; first < columns; first += CDF_BLOCK, ++block) {
+      const int64_t end = first + CDF_BLOCK < columns ? first + CDF_BLOCK : columns;
+      total += blocks[block] = drop(first, end, least_weight);
+    }
+    const double wanted = uniform * total;
+    double sum = 0.0;
+    int64_t last = NO_TOKEN;  // of those with any weight
+    for (int64_t first = 0, block = 0; first < columns; first += CDF_BLOCK, ++block) {
+      if (blocks[block] == 0.0) continue;
+      const int64_t end = first + CDF_BLOCK < columns ? first + CDF_BLOCK : columns;
+      const bool is_here = sum + blocks[block] > wanted;
+      double within = sum;
+      for (int64_t i = first; i < end; ++i) {
+        if (weights[i] == 0.0) continue;
+        last = i;
+        within += weights[i];
+        if (is_here && within > wanted) return i;
+      }
+      sum += blocks[block];
+    }
+    return last;
+  }
+};
+
+// NaN if any is.
+template <typename T>
+static double largest_of(const T* values, int64_t columns) {
+  dvec most = dvec{} - __builtin_inf();
+  lvec is_nan{};
+  int64_t i = 0;
+  for (; i + DOUBLES <= columns; i += DOUBLES) {
+    const dvec value = load_doubles(values + i);
+    most = value > most ? value : most;
+    is_nan |= value != value;
+  }
+  double found = -__builtin_inf();
+  for (; i < columns; ++i) {
+    if (values[i] != values[i]) return __builtin_nan("");
+    if (values[i] > found) found = values[i];
+  }
+  for (int lane = 0; lane < DOUBLES; ++lane) {
+    if (is_nan[lane]) return __builtin_nan("");
+    if (most[lane] > found) found = most[lane];
+  }
+  return found;
+}
+
+template <typename T>
+static int64_t draw(const T* values, int64_t columns, const Draw& how, double* scratch) {
+  const double most = largest_of(values, columns);
+  if (!(most > -__builtin_inf() && most < __builtin_inf())) return NO_TOKEN;
+  if (how.temperature == 0.0) {
+    int64_t first = 0;
+    while (values[first] != most) ++first;
+    return first;
+  }
+  Row row(columns, scratch);
+  row.weigh(values, most, how.temperature);
+  const bool cuts = how.top_k > 0 && how.top_k < columns;
+  if (cuts || how.top_p < 1.0) {
+    row.count();
+    const double mass = cuts ? row.cut([&](int64_t count, double) { return count >= how.top_k; }) : row.mass();
+    if (how.top_p < 1.0) row.cut([&](int64_t, double sum) { return sum >= how.top_p * mass; });
+  }
+  return row.draw(how.uniform, how.min_p);
+}
+
+// By a whole team, a row by a thread. tokens: [rows], NO_TOKEN where nothing can be drawn; scratch: 5 doubles a column, for each thread.
+static inline void draw(Team& team, int64_t thread, const Draw* draws, int64_t rows, int64_t columns, double* scratch,
+                        int64_t* tokens) {
+  double* own = scratch + thread * 5 * columns;
+  team.share(rows, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i)
+      tokens[i] = draws[i].logits ? draw(draws[i].logits, columns, draws[i], own)
+                                  : draw(draws[i].adjusted, columns, draws[i], own);
+  });
+}
