@@ -30,13 +30,16 @@ MIN_RETRY_AFTER_S = 1.0
 SUBMIT_BATCH = 64
 """Submits that go to Redis in one round trip: all that came during the last one, so that a burst costs few."""
 
-# All requests of one HTTP request get in, or none. A request already in the journal is left alone: adding is
-# idempotent by id.
+# All requests of one HTTP request get in, or none. A request already in the journal is left alone, and counts for
+# nothing: adding is idempotent by id.
 #   KEYS: live set, lane stream, then each request's journal
 #   ARGV: most live requests, gateway, lane, then per request: id, arrived, v, body, prompt
 _SUBMIT = """
-local count = #KEYS - 2
-if redis.call('SCARD', KEYS[1]) + count > tonumber(ARGV[1]) then return 0 end
+local count, new = #KEYS - 2, 0
+for i = 1, count do
+  if redis.call('EXISTS', KEYS[i + 2]) == 0 then new = new + 1 end
+end
+if new > 0 and redis.call('SCARD', KEYS[1]) + new > tonumber(ARGV[1]) then return 0 end
 for i = 1, count do
   local journal, at = KEYS[i + 2], i * 5 - 1
   if redis.call('EXISTS', journal) == 0 then
@@ -140,10 +143,15 @@ class Mesh:
     async def _run_submits(self, batch: Sequence[_Submit]) -> list[Any]:
         """One result each, a ResponseError where Redis refused. Raises redis-py's other errors."""
         commands = [submit.command for submit in batch]
+        was_open = self._submit_pipe.is_open
         try:
             return await self._submit_pipe.execute(commands)
-        except RedisConnectionError:  # may have broken long ago, when nobody asked; to add twice is harmless
-            return await self._submit_pipe.execute(commands)
+        except RedisConnectionError:
+            if not was_open:
+                raise
+        return await self._submit_pipe.execute(
+            commands
+        )  # it had broken unseen, perhaps long ago; adding twice is harmless
 
     def _submit_of(self, entries: Sequence[RequestEntry], lane: str, limit: int) -> _Submit:
         names = [keys.live(self._cell), keys.requests(self._cell, lane)]

@@ -65,7 +65,7 @@ class PagedModelRunner(ABC):
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the KV of every token of `batch`; return float32 logits [len(batch.logit_rows), vocab_size].
 
-        Rows are in the order of `logit_rows`; with none, the KV is still written.
+        Rows are in the order of `logit_rows`; with none, the KV is still written. They are valid until the next step.
         """
 
     def _find_largest(self, logits: torch.Tensor) -> tuple[list[float], list[int]]:

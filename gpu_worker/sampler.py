@@ -37,7 +37,7 @@ class DrawnRow:
 
 
 Draw: TypeAlias = Callable[[Sequence[DrawnRow]], list[int | None]]
-"""A token of each row, None where no logit is finite."""
+"""A token of each row, None where the largest logit is not finite, or any is NaN."""
 
 _NUCLEUS_GUESSES = (256, 4096)
 """Likeliest tokens looked at first for top-p; the whole vocabulary is sorted only when they do not reach p."""

@@ -31,7 +31,7 @@ from wire.ids import Epoch, UnitHash, WorkerId
 log = logging.getLogger(__name__)
 
 COLLECT_S: Final = 0.2
-"""Changes are collected for so long: the index is this much behind, and a busy cell's writes are as few."""
+"""Changes are collected for so long: the index is this much behind, and a busy cell writes it five times a second."""
 CHECK_S: Final = 2.0
 """Without changes, each worker's part is looked for this often: it may have gone with a Redis that restarted."""
 MAX_WRITE_UNITS: Final = 2048

@@ -79,7 +79,7 @@ class Service:
                     case _:
                         assert_never(command)
             self._observe(event)
-        replies.sort(key=_begins_later)
+        replies.sort(key=_is_not_first)
         for reply in replies:
             match reply:
                 case PublishReply(gateway_id, item):
@@ -133,8 +133,9 @@ class Service:
                 self._workers_changed()
 
 
-def _begins_later(reply: PublishReply | FinishRequest) -> bool:
-    """Sorts a choice's first tokens before all others, which nobody waits for as long; each choice stays in order."""
+def _is_not_first(reply: PublishReply | FinishRequest) -> bool:
+    """Sorts a choice's first tokens, which are waited for longest, before all else; what belongs to one choice stays in
+    order."""
     match reply:
         case PublishReply(item=TokensReply(position=0)):
             return False

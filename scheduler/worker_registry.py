@@ -108,7 +108,7 @@ class WorkerRegistry:
             asked = sorted(live.union(asked))
             live, raws = await self._ask(asked)
         registered: dict[WorkerId, WorkerEntry] = {}
-        for worker_id in live.intersection(asked):
+        for worker_id in sorted(live.intersection(asked)):
             raw = raws[worker_id]
             if not raw or self._refused.note(keys.worker(self._cell, worker_id), raw):
                 continue
@@ -120,17 +120,19 @@ class WorkerRegistry:
 
     async def _ask(self, worker_ids: Sequence[WorkerId]) -> tuple[set[WorkerId], dict[WorkerId, Any]]:
         """Which workers are live, and what is registered of these; takes note of the roles that are wished for them."""
+        roles = keys.roles(self._cell)
         commands: list[Command] = [("ZRANGEBYSCORE", keys.workers(self._cell), self._clock.now(), "+inf")]
+        commands += [("HGETALL", keys.worker(self._cell, worker_id)) for worker_id in worker_ids]
         if worker_ids:
-            roles = keys.roles(self._cell)
             commands.append(("HMGET", roles, *worker_ids))
-            commands += [("HGETALL", keys.worker(self._cell, worker_id)) for worker_id in worker_ids]
         live, *answers = await self._pipe.execute(commands)
         if isinstance(live, ResponseError):
             raise live
-        wishes, *raws = each_of_its_key(answers) or [None]
-        if worker_ids and not self._refused.note(roles, wishes):
-            self._roles.read(worker_ids, wishes)
+        raws = each_of_its_key(answers)
+        if worker_ids:
+            wishes = raws.pop()
+            if not self._refused.note(roles, wishes):
+                self._roles.read(worker_ids, wishes)
         return {WorkerId(name) for name in decoded(live)}, dict(zip(worker_ids, raws, strict=True))
 
     def _follow(self, registered: dict[WorkerId, WorkerEntry], tasks: asyncio.TaskGroup) -> None:

@@ -82,7 +82,8 @@ class WorkerView:
         self.admission_barrier: PlanId | None = None
         """Plan that took pages back: nothing is admitted until it is reported."""
         self.slots_ahead = config.max_lease_steps + config.max_queued_plans
-        """Steps a decode may take before a plan sent now is looked at again: a lease and the plans in flight before."""
+        """Steps a decode may take before a plan sent now is looked at again: a lease and the plans in flight before.
+        Where reports lag several steps, plans that came too late to join another may be more: then it waits for one."""
         self.half_lease = config.max_lease_steps // 2
 
     @property

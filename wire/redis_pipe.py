@@ -28,6 +28,11 @@ class RedisPipe:
         self._connection: AbstractConnection | None = None
         self._timeout_s: float | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """It has a connection, which may have broken since it was used."""
+        return self._connection is not None and self._connection.is_connected
+
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Send all at once; the raw answers in order, a ResponseError where Redis refused one.
 

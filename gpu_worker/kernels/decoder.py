@@ -51,7 +51,7 @@ class KernelModelRunner(PagedModelRunner):
         self._attention_scratch = self._draw_scratch = torch.empty(0)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """As PagedModelRunner's. The logits are valid until the next step."""
+        """As PagedModelRunner's."""
         rows, num_logit_rows = len(batch.token_ids), len(batch.logit_rows)
         if not self._workspace.serves(rows):
             self._workspace = _Workspace(self._config, rows=rows, is_dots=self._is_dots)
@@ -106,13 +106,13 @@ class _Logits:
         self._by_rows = {0: torch.empty(0, vocab_size)}
 
     def of(self, rows: int) -> torch.Tensor:
-        """[rows, vocab_size], whose rows may still be those of the step before."""
+        """[rows, vocab_size], not initialized."""
         found = self._by_rows.get(rows)
         if found is None:
             most = self._by_rows[max(self._by_rows)]
             if rows > len(most):
-                most = torch.empty(rows, most.shape[1])
-                self._by_rows = {rows: most}
+                most = torch.empty(rows * 5 // 4, most.shape[1])  # more sequences come one by one
+                self._by_rows = {len(most): most}
             found = self._by_rows[rows] = most[:rows]
         return found
 

@@ -46,6 +46,8 @@ _PART_COLUMNS = 4096
 """PART_COLUMNS in src/largest.h."""
 _BLOCK_DEPTH = 256
 """BLOCK_DEPTH in src/linear.h."""
+_DRAW_DOUBLES = 5
+"""Of scratch, a column and thread: src/draw.h."""
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
@@ -193,21 +195,23 @@ def rounded_rows(rows: int, depth: int) -> torch.Tensor:
 
 def draw_scratch(columns: int) -> torch.Tensor:
     """For drawing from rows of so many, on each thread: see src/draw.h."""
-    return torch.empty(torch.get_num_threads(), 5 * columns, dtype=torch.float64)
+    return torch.empty(torch.get_num_threads(), _DRAW_DOUBLES * columns, dtype=torch.float64)
 
 
-def _draw_struct(row: DrawnRow) -> Any:
+def _draw_struct(row: DrawnRow, columns: int) -> Any:
     """Valid while the row lives."""
-    at, params = row.logits.data_ptr(), row.params
-    is_adjusted = row.logits.dtype == torch.float64
-    return structs.Draw(
-        None if is_adjusted else at,
-        at if is_adjusted else None,
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        row.uniform,
-        params.top_k,
+    logits, params = row.logits, row.params
+    is_adjusted = logits.dtype == torch.float64
+    assert logits.shape == (columns,) and logits.is_contiguous() and (is_adjusted or logits.dtype == torch.float32)
+    return structs.made(
+        structs.Draw,
+        logits=None if is_adjusted else logits.data_ptr(),
+        adjusted=logits.data_ptr() if is_adjusted else None,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        uniform=row.uniform,
+        top_k=params.top_k,
     )
 
 
@@ -248,10 +252,12 @@ class Kernels:
 
     def draw(self, rows: Sequence[DrawnRow], scratch: torch.Tensor) -> list[int | None]:
         """Implements gpu_worker.sampler.Draw, of rows of one length; scratch: draw_scratch(length)."""
-        draws = (structs.Draw * len(rows))(*map(_draw_struct, rows))
+        columns = len(rows[0].logits)
+        assert scratch.shape == (torch.get_num_threads(), _DRAW_DOUBLES * columns)
+        draws = (structs.Draw * len(rows))(*(_draw_struct(row, columns) for row in rows))
         tokens = array("q", bytes(8 * len(rows)))
         self._functions["draw"](
-            draws, len(rows), len(rows[0].logits), scratch.data_ptr(), place(tokens), torch.get_num_threads()
+            draws, len(rows), columns, scratch.data_ptr(), place(tokens), torch.get_num_threads()
         )  # fmt: skip
         return [None if token < 0 else token for token in tokens]
 

@@ -8,8 +8,8 @@ A worker repeats a plan's decodes by itself for up to max_lease_steps, so a plan
 "repeat": there is a chunk to run, something to release, pages to grant, or the lease runs out. Chunks run in a plan's
 first step only, so that is the step whose time the target bounds.
 
-A prompt that comes while a plan is still queued behind the running step joins that plan's step, as far as the step has
-room, instead of waiting for one of its own (docs/adr/0011).
+A prompt that comes while plans are queued behind the running step, as far as is known here, joins their step, as far as
+it has room, instead of waiting for a report (docs/adr/0011).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PlanBuilder:
         return plan
 
     def _joining_plan(self, worker: WorkerView) -> StepPlan | None:
-        """Chunks for the step of the plan that is queued last, if it has not begun and has room for them."""
+        """Chunks for the step behind the running one, which they share with what is queued for it, if it has room."""
         queued = worker.joinable_plans()
         if not queued or len(queued) > MAX_JOINED or not worker.prefilling:
             return None

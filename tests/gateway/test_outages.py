@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway import mesh, replies
 from gateway.redis_link import open_redis
@@ -17,6 +19,7 @@ from tests.gateway.scripted_scheduler import begins, saying, silent
 from tests.redis_fixture import RedisServer
 from wire import keys
 from wire.ids import GatewayId
+from wire.redis_pipe import Command, RedisPipe
 
 
 async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
@@ -45,6 +48,37 @@ async def refused(stack: Stack) -> str:
         status, body = await stack.complete()
     assert (status, body["error"]["code"]) == (503, "unavailable")
     return str(body["error"]["message"])
+
+
+async def test_a_connection_that_broke_unseen_costs_no_request(new_stack: StackOpener) -> None:
+    async with new_stack(saying([2])) as stack:
+        assert (await stack.complete())[0] == 200
+        for _ in range(3):
+            redis: Any = stack.scheduler.redis  # this command has no types
+            await redis.client_kill_filter(_type="normal", skipme=True)
+            assert (await stack.complete())[0] == 200
+
+
+async def test_a_request_whose_answer_was_lost_is_not_counted_twice(
+    new_stack: StackOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It filled the cell itself: sent again, it must not be refused, and then run for nobody."""
+    async with new_stack(saying([2]), max_live_requests=1) as stack:
+        assert (await stack.complete())[0] == 200
+        execute = RedisPipe.execute
+        lost: list[list[Any]] = []
+
+        async def loses_one(self: RedisPipe, commands: Sequence[Command]) -> list[Any]:
+            answers = await execute(self, commands)
+            if not lost and commands[0][0] == "EVAL" and stack.parts.gateway_id in commands[0]:
+                lost.append(answers)
+                raise RedisConnectionError("the answer was lost")
+            return answers
+
+        monkeypatch.setattr(RedisPipe, "execute", loses_one)
+        assert (await stack.complete())[0] == 200
+        assert lost == [[1]]
+        assert await stack.scheduler.live() == 0
 
 
 async def test_without_a_worker_new_requests_get_503(new_stack: StackOpener) -> None:

@@ -1,22 +1,31 @@
-"""The kernel draws the tokens that torch draws, filter by filter, and faster."""
+"""The kernel draws the tokens that torch draws, filter by filter."""
 
 from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from gpu_worker.kernels.library import Kernels, draw_scratch
-from gpu_worker.sampler import DrawnRow, draw_each
+from gpu_worker.sampler import DrawnRow, draw_each, sample
+from tests.worker.fake_runner import CARD
+from tests.worker.plans import live
+from tests.worker.test_sampler import CASES, OUTPUT, PROMPT, VOCAB, random_logits
 from wire.sampling import SamplingParams
 
 FILTERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.3},
     {"temperature": 5.0},
+    {"temperature": 1e-5, "top_k": 7},
+    {"temperature": 0.1, "top_k": 50},
+    {"temperature": 100.0, "top_p": 0.9},
+    {"temperature": 1e4, "top_p": 0.3},
     {"top_k": 1},
     {"top_k": 40},
     {"top_k": 100_000},
@@ -78,7 +87,9 @@ def test_what_is_masked_is_never_drawn(kernels: Kernels) -> None:
     for params in FILTERS:
         logits = torch.randn(200, dtype=torch.float64)
         logits[:150] = -math.inf
-        tokens = check(kernels, [row(logits, u, **params) for u in uniforms(30, 5)])
+        tokens = check(
+            kernels, [row(logits, u, **params) for u in uniforms(30, 5)]
+        )  # 50 are left, fewer than some top_k
         assert all(token is not None and token >= 150 for token in tokens)
         logits[:] = -math.inf
         logits[77] = -1e300
@@ -101,3 +112,46 @@ def test_a_row_is_drawn_alike_alone_and_among_others(kernels: Kernels) -> None:
     rows = [row(torch.randn(5000), u, **FILTERS[i % len(FILTERS)]) for i, u in enumerate(uniforms(40, 7))]
     scratch = draw_scratch(5000)
     assert kernels.draw(rows, scratch) == [kernels.draw([one], scratch)[0] for one in rows]
+
+
+def test_any_temperature_draws_something(kernels: Kernels) -> None:
+    logits = torch.randn(500)
+    for temperature in (5e-324, 1e-300, 1e-30, 1e30, 1e300):
+        rows = [row(logits, u, temperature=temperature, top_k=100, top_p=0.9) for u in uniforms(9, 10)]
+        tokens = kernels.draw(rows, draw_scratch(500))
+        assert all(token is not None for token in tokens)
+        if temperature < 1:
+            assert set(tokens) == {int(logits.argmax())}
+
+
+def test_one_far_above_all_others(kernels: Kernels) -> None:
+    torch.manual_seed(8)
+    for lead in (30.0, 100.0, 1e6, 1e300):
+        logits = torch.randn(3000, dtype=torch.float64)
+        logits[1234] += lead
+        for params in FILTERS:
+            check(kernels, [row(logits, u, **params) for u in uniforms(6, 9)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
+def test_sampling_by_the_kernel_is_sampling_by_torch(
+    kernels: Kernels, params: SamplingParams, temperature: float
+) -> None:
+    """Bias, masks, penalties and log-probabilities too."""
+    logits = random_logits(12, 30, VOCAB)
+    kinds = [replace(params, seed=seed, logprobs=seed % 3 or None) for seed in range(30)]
+    sequences = [
+        live(PROMPT + OUTPUT, len(PROMPT), sampling=replace(p, temperature=temperature * p.temperature)) for p in kinds
+    ]
+    drawn = sample(logits, sequences, CARD, kernels.largest, partial(kernels.draw, scratch=draw_scratch(VOCAB)))
+    assert drawn == sample(logits, sequences, CARD)
+
+
+def test_shapes_are_asserted(kernels: Kernels) -> None:
+    good, scratch = row(torch.zeros(50), 0.5), draw_scratch(50)
+    for bad in (torch.zeros(49), torch.zeros(50, dtype=torch.bfloat16), torch.zeros(100)[::2]):
+        with pytest.raises(AssertionError):
+            kernels.draw([good, row(bad, 0.5)], scratch)
+    with pytest.raises(AssertionError):
+        kernels.draw([good], draw_scratch(49))

@@ -77,7 +77,7 @@ class PagedSequences:
 
     def step(self, counts: dict[int, int]) -> list[tuple[int, torch.Tensor]]:
         """Run counts[i] tokens of each sequence i; (i, logits [counts[i], vocab]) of each."""
-        logits = self.runner.forward(self.batch(counts)).clone()  # a replayed graph's are valid until the next step
+        logits = self.runner.forward(self.batch(counts)).clone()  # valid until the next step
         for index, count in counts.items():
             self.sequences[index].num_computed += count
         parts = torch.split(logits, list(counts.values()))

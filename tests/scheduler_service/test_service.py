@@ -7,14 +7,14 @@ from prometheus_client import generate_latest
 
 from kvstore.memory_prefix_index import MemoryPrefixIndex
 from kvstore.prefix_twin import PrefixTwin
-from scheduler.commands import Admission, Command, FinishRequest, Timeline, Transfer
+from scheduler.commands import Admission, Command, FinishRequest, PublishReply, Timeline, Transfer
 from scheduler.events import Event, PullReported, Tick
 from scheduler.index_writer import IndexWriter
 from scheduler.pending import PendingRequest
 from scheduler.service import Service
 from scheduler.stats import EngineStats
 from tests.scheduler_service.parts import GATEWAY, Parts, request_entry
-from wire.entries import RequestStats, TerminalReply
+from wire.entries import ChoiceReply, ReplyItem, RequestStats, TerminalReply, TokensReply
 from wire.ids import Epoch, PullId, RequestId, WorkerId
 from wire.plan import PullReport, Role
 
@@ -95,6 +95,25 @@ async def test_a_pull_is_counted_once_by_its_last_report(parts: Parts, service: 
         'pull_seconds_sum{transport="none"}': 0,
     }
     assert exported(parts, "pulled_bytes")['pulled_bytes_total{transport="grpc"}'] == 1024
+
+
+async def test_first_tokens_go_first_and_each_choice_in_order(
+    parts: Parts, service: Service, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[ReplyItem] = []
+    monkeypatch.setattr(parts.publisher, "publish", lambda gateway_id, item: published.append(item))
+    old, new = RequestId("old"), RequestId("new")
+    replies: list[TokensReply | ChoiceReply] = [
+        TokensReply(old, 0, 7, [1]),
+        ChoiceReply(old, 0, 8, "stop"),
+        TokensReply(new, 1, 0, [2]),
+        TokensReply(old, 1, 3, [3]),
+        ChoiceReply(new, 1, 1, "length"),
+        TokensReply(new, 0, 0, [4]),
+    ]
+    engine.commands = [PublishReply(GATEWAY, item) for item in replies]
+    service.turn([Tick()])
+    assert published == [replies[i] for i in (2, 5, 0, 1, 3, 4)]
 
 
 async def test_predicted_hits_are_held_against_actual_ones_over_all_admissions(

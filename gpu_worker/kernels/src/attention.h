@@ -183,7 +183,8 @@ static inline void attend(Team& team, const float* q, int64_t q_stride, const fl
     });
   };
   if (most_floats <= BACKUP_FLOATS) {
-    team.share_with_backup(total, RESULT_FLOATS / most_floats, compute, [&](int64_t first, int64_t last, float* own) {
+    const int64_t most = RESULT_FLOATS / most_floats;  // whole items where there are enough: read in the order of memory
+    team.share_with_backup(total, most, kv_heads, compute, [&](int64_t first, int64_t last, float* own) {
       if (one_split_each) return finish_heads(first, last, own);
       for_work(first, last, own, [&](int64_t i, const Work& work, int64_t) {
         memcpy(all.partials(all.tile(i / kv_heads), work.split, i % kv_heads), work.item.partials,

@@ -1,10 +1,10 @@
 // Draws tokens: temperature ▸ top-k ▸ top-p ▸ min-p ▸ inverse CDF, as gpu_worker/sampler.py says, in double.
 //
-// All filters keep the likeliest first, of equal ones the lowest id: each is a cut in that one order. Nothing is sorted
-// but the bucket of scores that a cut goes through.
+// All filters keep the likeliest first, of equal ones the lowest id: each is a cut in that one order. Nothing is sorted: of
+// the one bucket of scores that a cut goes through, the likeliest come off a heap until there are enough.
 //
-//   scores   0 (the likeliest)     -1/16      -2/16      …      -32, and below
-//            | bucket 0             | 1        | 2        …      | 511
+//   scores   0 (the likeliest)                       the lowest, or LEAST_SCORE and all below
+//            | bucket 0 | 1 | 2                      …      | 511
 #pragma once
 
 #include "team.h"
@@ -17,7 +17,8 @@ struct Draw {
   int64_t top_k;                              // 0: all
 };
 
-constexpr int64_t BUCKETS = 512, BUCKETS_IN_ONE = 16, HISTOGRAMS = 4, CDF_BLOCK = 64;
+constexpr int64_t BUCKETS = 512, HISTOGRAMS = 4, CDF_BLOCK = 64;
+constexpr double LEAST_SCORE = -750.0;  // what is lower has no weight
 constexpr int DOUBLES = LANES / 2;
 constexpr int64_t NO_TOKEN = -1;
 
@@ -58,31 +59,37 @@ struct Candidate {
   }
 };
 
-// Heapsort, in the order of `before`: no library's sort may be included (kernels.cpp).
-static void sort(Candidate* of, int64_t count) {
-  const auto sink = [&](int64_t at, int64_t end) {
+// A heap of candidates, the first of all on top. No library's may be included (kernels.cpp).
+struct Heap {
+  Candidate* of;
+  int64_t count;
+
+  Heap(Candidate* of, int64_t count) : of(of), count(count) {
+    for (int64_t at = count / 2; at-- > 0;) sink(at);
+  }
+  Candidate take() {
+    const Candidate first = of[0];
+    of[0] = of[--count];
+    sink(0);
+    return first;
+  }
+  void sink(int64_t at) {
     const Candidate sinking = of[at];
-    for (int64_t child; (child = 2 * at + 1) < end; at = child) {
-      if (child + 1 < end && of[child].before(of[child + 1])) ++child;
-      if (!sinking.before(of[child])) break;
+    for (int64_t child; (child = 2 * at + 1) < count; at = child) {
+      if (child + 1 < count && of[child + 1].before(of[child])) ++child;
+      if (!of[child].before(sinking)) break;
       of[at] = of[child];
     }
     of[at] = sinking;
-  };
-  for (int64_t at = count / 2; at-- > 0;) sink(at, count);
-  for (int64_t end = count; end-- > 1;) {
-    const Candidate last = of[0];
-    of[0] = of[end];
-    of[end] = last;
-    sink(0, end);
   }
-}
+};
 
 // One row's scores and weights: scratch of three doubles a column for candidates, one for each of the others.
 struct Row {
   int64_t columns;
   double *scores, *weights;  // [columns]
   Candidate* candidates;     // [columns]
+  double buckets_in_one = 0.0;
   int64_t counts[BUCKETS];
   double sums[BUCKETS];
   // What is kept: scores above, and of those level with it, columns up to.
@@ -93,11 +100,13 @@ struct Row {
       : columns(columns), scores(scratch), weights(scratch + columns),
         candidates(reinterpret_cast<Candidate*>(scratch + 2 * columns)), last_column(columns) {}
 
-  static int64_t bucket(double score) {
-    const double place = score * -static_cast<double>(BUCKETS_IN_ONE);
+  int64_t bucket(double score) const {
+    const double place = score * -buckets_in_one;
     return place < BUCKETS - 1 ? static_cast<int64_t>(place) : BUCKETS - 1;
   }
-  bool keeps(double score, int64_t column) const { return score > lowest || (score == lowest && column <= last_column); }
+  bool keeps(double score, int64_t column) const {
+    return score > lowest || (score == lowest && column <= last_column);
+  }
 
   template <typename T>
   void weigh(const T* values, double best, double temperature) {
@@ -113,8 +122,12 @@ struct Row {
     }
   }
 
-  // Several side by side, so that neighbours in one bucket do not wait for each other.
+  // Shares the scores out among the buckets, which reach as far as they do. Several histograms side by side, so that
+  // neighbours in one bucket do not wait for each other.
   void count() {
+    double least = -1e-9;
+    for (int64_t i = 0; i < columns; ++i) least = scores[i] < least && scores[i] >= LEAST_SCORE ? scores[i] : least;
+    buckets_in_one = BUCKETS / -least;
     int64_t all_counts[HISTOGRAMS][BUCKETS] = {};
     double all_sums[HISTOGRAMS][BUCKETS] = {};
     for (int64_t i = 0; i < columns; ++i) {
@@ -138,34 +151,32 @@ struct Row {
     return sum;
   }
 
-  // What is kept of a bucket, sorted; returns how many.
-  int64_t sort_bucket(int64_t of) {
+  // What is kept of a bucket.
+  Heap kept_of(int64_t wanted) {
     int64_t found = 0;
     for (int64_t i = 0; i < columns; ++i)
-      if (bucket(scores[i]) == of && keeps(scores[i], i)) candidates[found++] = {scores[i], weights[i], i};
-    sort(candidates, found);
-    return found;
+      if (bucket(scores[i]) == wanted && keeps(scores[i], i)) candidates[found++] = {scores[i], weights[i], i};
+    return {candidates, found};
   }
 
-  // Keeps the likeliest that reach(count, mass) says are enough; `count` and `mass` are those of all up to one of them.
-  // Returns their mass. Never enough: all that are kept already.
+  // Keeps the likeliest of what is kept until enough(count, mass) of them. Returns their mass.
   template <typename Enough>
   double cut(Enough enough) {
     int64_t count = 0;
     double mass = 0.0;
     for (int64_t b = 0; b < BUCKETS; ++b) {
       if (counts[b] == 0) continue;
-      const bool is_cut = lowest > -__builtin_inf() && bucket(lowest) == b;
+      const bool is_cut = lowest > -__builtin_inf() && bucket(lowest) == b;  // by an earlier filter
       if (!is_cut && !enough(count + counts[b], mass + sums[b])) {
         count += counts[b];
         mass += sums[b];
         continue;
       }
-      const int64_t found = sort_bucket(b);
-      for (int64_t i = 0; i < found; ++i) {
-        mass += candidates[i].weight;
+      for (Heap heap = kept_of(b); heap.count > 0;) {
+        const Candidate next = heap.take();
+        mass += next.weight;
         if (!enough(++count, mass)) continue;
-        lowest = candidates[i].score, last_column = candidates[i].column;
+        lowest = next.score, last_column = next.column;
         return mass;
       }
       if (is_cut) return mass;
@@ -195,7 +206,7 @@ struct Row {
     return sum;
   }
 
-  // The kept one where the sum of weights, in order of columns, first exceeds `uniform` of all.
+  // The kept column where the sum of weights first exceeds `uniform` of all.
   int64_t draw(double uniform, double least_weight) {
     double* blocks = reinterpret_cast<double*>(candidates);
     double total = 0.0;
@@ -205,21 +216,28 @@ struct Row {
     }
     const double wanted = uniform * total;
     double sum = 0.0;
-    int64_t last = NO_TOKEN;  // of those with any weight
-    for (int64_t first = 0, block = 0; first < columns; first += CDF_BLOCK, ++block) {
+    int64_t last = 0;  // block with any weight
+    for (int64_t block = 0; block * CDF_BLOCK < columns; ++block) {
       if (blocks[block] == 0.0) continue;
-      const int64_t end = first + CDF_BLOCK < columns ? first + CDF_BLOCK : columns;
-      const bool is_here = sum + blocks[block] > wanted;
-      double within = sum;
-      for (int64_t i = first; i < end; ++i) {
-        if (weights[i] == 0.0) continue;
-        last = i;
-        within += weights[i];
-        if (is_here && within > wanted) return i;
-      }
+      if (sum + blocks[block] > wanted) return draw_within(block, wanted - sum);
       sum += blocks[block];
+      last = block;
     }
-    return last;
+    return draw_within(last, blocks[last]);  // all of it was wanted, but for rounding
+  }
+
+  // The column of a block where the sum of its weights first exceeds `wanted`; where rounding keeps it from that, the last
+  // with any weight.
+  int64_t draw_within(int64_t block, double wanted) const {
+    const int64_t first = block * CDF_BLOCK, end = first + CDF_BLOCK < columns ? first + CDF_BLOCK : columns;
+    double sum = 0.0;
+    int64_t found = NO_TOKEN;
+    for (int64_t i = first; i < end && sum <= wanted; ++i) {
+      if (weights[i] == 0.0) continue;
+      sum += weights[i];
+      found = i;
+    }
+    return found;
   }
 };
 
@@ -266,7 +284,8 @@ static int64_t draw(const T* values, int64_t columns, const Draw& how, double* s
   return row.draw(how.uniform, how.min_p);
 }
 
-// By a whole team, a row by a thread. tokens: [rows], NO_TOKEN where nothing can be drawn; scratch: 5 doubles a column, for each thread.
+// By a whole team, a row by a thread. tokens: [rows], NO_TOKEN where nothing can be drawn; scratch: for each thread, 5
+// doubles a column.
 static inline void draw(Team& team, int64_t thread, const Draw* draws, int64_t rows, int64_t columns, double* scratch,
                         int64_t* tokens) {
   double* own = scratch + thread * 5 * columns;

@@ -30,6 +30,11 @@ KERNEL(decode)(const Model* model, const Step* step, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t thread) { decode(team, thread, *model, *step); });
 }
 
+// The tokens of its rows that are not simply the likeliest.
+KERNEL(draw)(const Draw* draws, int64_t rows, int64_t columns, double* scratch, int64_t* tokens, int64_t threads) {
+  with_team(threads, [&](Team& team, int64_t thread) { draw(team, thread, draws, rows, columns, scratch, tokens); });
+}
+
 // Its parts one by one, to be tested and measured. scratch: [threads][scratch_size(rows)]; rounded: as of RoundedRows, or null.
 KERNEL(linear)(const float* x, int64_t x_stride, int64_t rows, const Linear* w, float* out, int64_t out_stride,
                int64_t add, float* scratch, void* rounded, int64_t threads) {
@@ -74,10 +79,6 @@ KERNEL(attend)(const float* q, int64_t q_stride, const float* keys, const float*
 
 KERNEL(largest)(const float* values, int64_t rows, int64_t columns, Largest* parts, Largest* found, int64_t threads) {
   with_team(threads, [&](Team& team, int64_t) { largest(team, values, rows, columns, parts, found); });
-}
-
-KERNEL(draw)(const Draw* draws, int64_t rows, int64_t columns, double* scratch, int64_t* tokens, int64_t threads) {
-  with_team(threads, [&](Team& team, int64_t thread) { draw(team, thread, draws, rows, columns, scratch, tokens); });
 }
 
 // KV out of another pool, in the calling thread: runs as of copy_runs.

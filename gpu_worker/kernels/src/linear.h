@@ -135,7 +135,7 @@ __attribute__((noinline)) static void multiply_block(const float* x, int64_t x_s
 
 // More rows than a tile: a panel goes by in blocks, each met by all rows before the next. The first tile of rows reads a
 // block from memory, and widens it on its way; the others find it in the first cache in float32. Memory would have nothing
-// to do meanwhile: where the first tile is too small to keep up with it, the second asks for the next block.
+// to do meanwhile: where the first tile is so small that it waits for memory, the second asks for the next block.
 template <Epilogue E, Stored S>
 static void multiply_many(const float* x, int64_t x_stride, int64_t rows, const Linear& w, int64_t panel, float* out,
                           int64_t out_stride, float* scratch) {
@@ -253,7 +253,7 @@ static inline void share_panels(Team& team, int64_t rows, const Linear& w, float
   if (rows == 0) return;
   const int64_t most = RESULT_FLOATS / (rows * COLUMNS);
   team.share_with_backup(
-      w.num_panels(), most,
+      w.num_panels(), most, 1,
       [&](int64_t begin, int64_t end, float* results) {
         compute(begin, end, results - begin * COLUMNS, (end - begin) * COLUMNS);
       },

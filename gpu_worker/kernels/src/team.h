@@ -64,7 +64,7 @@ class Team {
   template <typename Body>
   void share(int64_t total, Body body) {
     if (total == 0) return;
-    for (int64_t begin, end; take(total, total, begin, end);) {
+    for (int64_t begin, end; take(total, total, 1, begin, end);) {
       body(begin, end);
       add_done(end - begin, total);
     }
@@ -77,14 +77,15 @@ class Team {
 
   // The same, of pieces of at most `most` items that may be done twice: compute(begin, end, results) only reads what others
   // write and writes only to results [RESULT_FLOATS]; commit(begin, end, results) then happens once. A late thread's
-  // compute reads what the others have gone on to write, in vain.
+  // compute reads what the others have gone on to write, in vain. Pieces are multiples of `unit`, until there is less than
+  // one for each thread.
   template <typename Compute, typename Commit>
-  void share_with_backup(int64_t total, int64_t most, Compute compute, Commit commit) {
+  void share_with_backup(int64_t total, int64_t most, int64_t unit, Compute compute, Commit commit) {
     if (total == 0) return;
     alignas(64) float results[RESULT_FLOATS];
     const int64_t started_ns = now_ns();
     int64_t taken = 0;
-    for (int64_t begin, end; take(total, most, begin, end); taken += end - begin) {
+    for (int64_t begin, end; take(total, most, unit, begin, end); taken += end - begin) {
       const uint64_t open = publish(begin, end);
       compute(begin, end, results);
       if (open && !state_.pieces[thread_].settle(open)) continue;
@@ -119,13 +120,14 @@ class Team {
 
  private:
   // The next piece; false when none is left, or the phase is over: this thread is late.
-  bool take(int64_t total, int64_t most, int64_t& begin, int64_t& end) {
+  bool take(int64_t total, int64_t most, int64_t unit, int64_t& begin, int64_t& end) {
     uint64_t next = __atomic_load_n(&state_.next, __ATOMIC_ACQUIRE);
     do {
       begin = int64_t{uint32_t(next)};
       if (next >> 32 != phase_ || begin >= total) return false;
       int64_t piece = (total - begin) / (2 * threads_);
       piece = piece > most ? most : piece > 1 ? piece : 1;
+      if (total - begin >= unit * threads_ && unit <= most) piece = piece > unit ? piece / unit * unit : unit;
       end = begin + piece;
     } while (!__atomic_compare_exchange_n(&state_.next, &next, uint64_t{phase_} << 32 | uint64_t(end), true,
                                           __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE));
