@@ -8,7 +8,6 @@ on one by one, so batch mates change nothing. Ties always go to the lowest token
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -27,11 +26,14 @@ FindLargest: TypeAlias = Callable[[torch.Tensor], tuple[list[float], list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class DrawnRow:
-    """A row whose token is drawn, or found among adjusted logits."""
+    """A row whose token is drawn, or found among logits with bias, mask and penalties."""
 
     logits: torch.Tensor
-    """[vocab_size], contiguous: float32 as they came, or float64 with bias, mask and penalties."""
-    params: SamplingParams
+    """float32 [vocab_size], contiguous, as they came."""
+    sequence: LiveSequence
+    """Whose parameters and tokens count."""
+    masked: Sequence[int]
+    """Tokens that may not come."""
     uniform: float
     """In [0, 1)."""
 
@@ -89,10 +91,8 @@ def _drawn_row(logits: torch.Tensor, sequence: LiveSequence, card: ModelCard) ->
     masked: list[int] = []
     if sequence.num_output_tokens < params.min_tokens:
         masked = [stop_id for stop_id in sequence.stop_ids(card) if stop_id < len(logits)]
-    if masked or changes_logits(params):
-        logits = adjusted(logits.double(), sequence, masked)
     u = uniform(params.seed, sequence.choice, sequence.num_output_tokens) if params.temperature else 0.0
-    return DrawnRow(logits, params, u)
+    return DrawnRow(logits, sequence, masked, u)
 
 
 def changes_logits(p: SamplingParams) -> bool:
@@ -119,9 +119,8 @@ def adjusted(logits: torch.Tensor, sequence: LiveSequence, masked: Sequence[int]
         seen = torch.tensor(sorted(set(sequence.token_ids)), device=device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
-    if output and (p.presence_penalty != 0.0 or p.frequency_penalty != 0.0):
-        counts = Counter(output)
+    if sequence.num_output_tokens and (p.presence_penalty != 0.0 or p.frequency_penalty != 0.0):
+        counts = sequence.output_counts()
         used = torch.tensor(list(counts), device=device)
         times = torch.tensor(list(counts.values()), dtype=torch.float64, device=device)
         logits[used] -= p.presence_penalty + p.frequency_penalty * times
@@ -130,7 +129,15 @@ def adjusted(logits: torch.Tensor, sequence: LiveSequence, masked: Sequence[int]
 
 def draw_each(rows: Sequence[DrawnRow]) -> list[int | None]:
     """Implements Draw with torch, row by row: what others are tested against."""
-    return [_draw(row.logits.double(), row.params, row.uniform) for row in rows]
+    return [_draw(_adjusted_row(row), row.sequence.sampling, row.uniform) for row in rows]
+
+
+def _adjusted_row(row: DrawnRow) -> torch.Tensor:
+    """float64, of its own."""
+    logits = row.logits.double()
+    if row.masked or changes_logits(row.sequence.sampling):
+        adjusted(logits, row.sequence, row.masked)
+    return logits
 
 
 def _draw(logits: torch.Tensor, p: SamplingParams, u: float) -> int | None:

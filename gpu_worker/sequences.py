@@ -8,6 +8,7 @@ One sequence, while it decodes (between steps len(token_ids) == num_computed + 1
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -43,6 +44,10 @@ class LiveSequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def output_counts(self) -> Counter[int]:
+        """How often each token is in the output."""
+        return Counter(self.token_ids[self.num_prompt_tokens :])
 
     @property
     def can_decode(self) -> bool:

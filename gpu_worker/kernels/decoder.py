@@ -15,7 +15,8 @@ import torch
 
 from gpu_worker.attention.cpu_backend import CpuAttention, attention_plan
 from gpu_worker.kernels import structs
-from gpu_worker.kernels.library import FoundLargest, Kernels, draw_scratch, linear_scratch, rounded_rows
+from gpu_worker.kernels.drawing import draw_scratch
+from gpu_worker.kernels.library import FoundLargest, Kernels, linear_scratch, rounded_rows
 from gpu_worker.kernels.packed import Packed, packed_linear
 from gpu_worker.kernels.structs import address, integers, made, place
 from gpu_worker.kv_cache import KVCache

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from gpu_worker.kernels import structs
 from gpu_worker.kernels.build import KernelsUnavailable, instruction_sets, library_path
+from gpu_worker.kernels.drawing import LogitChanges, draw_scratch_shape, draw_struct
 from gpu_worker.kernels.structs import address, integers, place
 from gpu_worker.sampler import DrawnRow
 from gpu_worker.weight_dtype import group_scales, quantize
@@ -46,8 +47,6 @@ _PART_COLUMNS = 4096
 """PART_COLUMNS in src/largest.h."""
 _BLOCK_DEPTH = 256
 """BLOCK_DEPTH in src/linear.h."""
-_DRAW_DOUBLES = 5
-"""Of scratch, a column and thread: src/draw.h."""
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
@@ -193,28 +192,6 @@ def rounded_rows(rows: int, depth: int) -> torch.Tensor:
     return torch.empty(rows * rounded_row_bytes(depth), dtype=torch.uint8)
 
 
-def draw_scratch(columns: int) -> torch.Tensor:
-    """For drawing from rows of so many, on each thread: see src/draw.h."""
-    return torch.empty(torch.get_num_threads(), _DRAW_DOUBLES * columns, dtype=torch.float64)
-
-
-def _draw_struct(row: DrawnRow, columns: int) -> Any:
-    """Valid while the row lives."""
-    logits, params = row.logits, row.params
-    is_adjusted = logits.dtype == torch.float64
-    assert logits.shape == (columns,) and logits.is_contiguous() and (is_adjusted or logits.dtype == torch.float32)
-    return structs.made(
-        structs.Draw,
-        logits=None if is_adjusted else logits.data_ptr(),
-        adjusted=logits.data_ptr() if is_adjusted else None,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        uniform=row.uniform,
-        top_k=params.top_k,
-    )
-
-
 class Kernels:
     """The functions of one compiled library, of the best instruction set this CPU has (or a named one)."""
 
@@ -253,8 +230,10 @@ class Kernels:
     def draw(self, rows: Sequence[DrawnRow], scratch: torch.Tensor) -> list[int | None]:
         """Implements gpu_worker.sampler.Draw, of rows of one length; scratch: draw_scratch(length)."""
         columns = len(rows[0].logits)
-        assert scratch.shape == (torch.get_num_threads(), _DRAW_DOUBLES * columns)
-        draws = (structs.Draw * len(rows))(*(_draw_struct(row, columns) for row in rows))
+        assert scratch.shape == draw_scratch_shape(columns)
+        changes = [LogitChanges(row) for row in rows]
+        draws = (structs.Draw * len(rows))(*map(draw_struct, rows, changes))
+        assert all(row.logits.shape == (columns,) for row in rows)
         tokens = array("q", bytes(8 * len(rows)))
         self._functions["draw"](
             draws, len(rows), columns, scratch.data_ptr(), place(tokens), torch.get_num_threads()

@@ -26,7 +26,7 @@ def integers(values: Iterable[int]) -> array[int]:
     return array("q", values)
 
 
-def place(values: array[int]) -> int:
+def place(values: array[int] | array[float]) -> int:
     """Their address, as long as they live."""
     return values.buffer_info()[0]
 
@@ -80,8 +80,9 @@ class Largest(ctypes.Structure):
 
 class Draw(ctypes.Structure):
     _fields_ = (
-        ("logits", _P), ("adjusted", _P), ("temperature", ctypes.c_double), ("top_p", ctypes.c_double),
-        ("min_p", ctypes.c_double), ("uniform", ctypes.c_double), ("top_k", _I),
+        ("logits", _P), ("changed", _P), ("changes", _P), ("scaled_from", _I), ("scaled_to", _I), ("num_changes", _I),
+        ("temperature", ctypes.c_double), ("top_p", ctypes.c_double), ("min_p", ctypes.c_double),
+        ("uniform", ctypes.c_double), ("top_k", _I),
     )  # fmt: skip
 
 

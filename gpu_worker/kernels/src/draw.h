@@ -1,4 +1,4 @@
-// Draws tokens: temperature ▸ top-k ▸ top-p ▸ min-p ▸ inverse CDF, as gpu_worker/sampler.py says, in double.
+// Draws tokens: bias, mask, penalties ▸ temperature ▸ top-k ▸ top-p ▸ min-p ▸ inverse CDF, as gpu_worker/sampler.py says, in double.
 //
 // All filters keep the likeliest first, of equal ones the lowest id: each is a cut in that one order. Nothing is sorted: of
 // the one bucket of scores that a cut goes through, the likeliest come off a heap until there are enough.
@@ -9,10 +9,14 @@
 
 #include "team.h"
 
-// A row, and how to draw from it. Mirrored by gpu_worker/kernels/structs.py.
+// A row, and how to draw from it. Its logits change before: changes [0, scaled_from) and [scaled_to, num_changes) are
+// added to those of `changed`; by those between, positive logits are divided and negative ones multiplied. Mirrored by
+// gpu_worker/kernels/structs.py.
 struct Draw {
-  const float* logits;     // [columns]; null: see adjusted
-  const double* adjusted;  // [columns]
+  const float* logits;  // [columns]
+  const int64_t* changed;
+  const double* changes;
+  int64_t scaled_from, scaled_to, num_changes;
   double temperature, top_p, min_p, uniform;  // temperature 0: the first of the largest
   int64_t top_k;                              // 0: all
 };
@@ -30,7 +34,6 @@ typedef float half_vec_in_memory __attribute__((vector_size(LANES * 2), aligned(
 
 static inline dvec load(const double* from) { return *reinterpret_cast<const dvec_in_memory*>(from); }
 static inline void store(double* to, dvec value) { *reinterpret_cast<dvec_in_memory*>(to) = value; }
-static inline dvec load_doubles(const double* from) { return load(from); }
 static inline dvec load_doubles(const float* from) {
   return __builtin_convertvector(*reinterpret_cast<const half_vec_in_memory*>(from), dvec);
 }
@@ -108,16 +111,58 @@ struct Row {
     return score > lowest || (score == lowest && column <= last_column);
   }
 
-  template <typename T>
-  void weigh(const T* values, double best, double temperature) {
+  void take(const Draw& how) {
+    int64_t i = 0;
+    for (; i + DOUBLES <= columns; i += DOUBLES) store(scores + i, load_doubles(how.logits + i));
+    for (; i < columns; ++i) scores[i] = how.logits[i];
+    for (int64_t n = 0; n < how.num_changes; ++n) {
+      double& score = scores[how.changed[n]];
+      const double by = how.changes[n];
+      if (n < how.scaled_from || n >= how.scaled_to)
+        score += by;
+      else
+        score = score > 0.0 ? score / by : score * by;
+    }
+  }
+
+  // NaN if any score is.
+  double largest() const {
+    dvec most = dvec{} - __builtin_inf();
+    lvec is_nan{};
     int64_t i = 0;
     for (; i + DOUBLES <= columns; i += DOUBLES) {
-      const dvec score = (load_doubles(values + i) - best) / temperature;
+      const dvec score = load(scores + i);
+      most = score > most ? score : most;
+      is_nan |= score != score;
+    }
+    double found = -__builtin_inf();
+    for (int lane = 0; lane < DOUBLES; ++lane) {
+      if (is_nan[lane]) return __builtin_nan("");
+      if (most[lane] > found) found = most[lane];
+    }
+    for (; i < columns; ++i) {
+      if (scores[i] != scores[i]) return scores[i];
+      if (scores[i] > found) found = scores[i];
+    }
+    return found;
+  }
+
+  int64_t first_at(double score) const {
+    int64_t i = 0;
+    while (scores[i] != score) ++i;
+    return i;
+  }
+
+  // Scores become relative to the best, and weights what they stand for.
+  void weigh(double best, double temperature) {
+    int64_t i = 0;
+    for (; i + DOUBLES <= columns; i += DOUBLES) {
+      const dvec score = (load(scores + i) - best) / temperature;
       store(scores + i, score);
       store(weights + i, exp(score));
     }
     for (; i < columns; ++i) {
-      scores[i] = (static_cast<double>(values[i]) - best) / temperature;
+      scores[i] = (scores[i] - best) / temperature;
       weights[i] = exp(dvec{} + scores[i])[0];
     }
   }
@@ -241,40 +286,13 @@ struct Row {
   }
 };
 
-// NaN if any is.
-template <typename T>
-static double largest_of(const T* values, int64_t columns) {
-  dvec most = dvec{} - __builtin_inf();
-  lvec is_nan{};
-  int64_t i = 0;
-  for (; i + DOUBLES <= columns; i += DOUBLES) {
-    const dvec value = load_doubles(values + i);
-    most = value > most ? value : most;
-    is_nan |= value != value;
-  }
-  double found = -__builtin_inf();
-  for (; i < columns; ++i) {
-    if (values[i] != values[i]) return __builtin_nan("");
-    if (values[i] > found) found = values[i];
-  }
-  for (int lane = 0; lane < DOUBLES; ++lane) {
-    if (is_nan[lane]) return __builtin_nan("");
-    if (most[lane] > found) found = most[lane];
-  }
-  return found;
-}
-
-template <typename T>
-static int64_t draw(const T* values, int64_t columns, const Draw& how, double* scratch) {
-  const double most = largest_of(values, columns);
-  if (!(most > -__builtin_inf() && most < __builtin_inf())) return NO_TOKEN;
-  if (how.temperature == 0.0) {
-    int64_t first = 0;
-    while (values[first] != most) ++first;
-    return first;
-  }
+static int64_t draw(const Draw& how, int64_t columns, double* scratch) {
   Row row(columns, scratch);
-  row.weigh(values, most, how.temperature);
+  row.take(how);
+  const double best = row.largest();
+  if (!(best > -__builtin_inf() && best < __builtin_inf())) return NO_TOKEN;
+  if (how.temperature == 0.0) return row.first_at(best);
+  row.weigh(best, how.temperature);
   const bool cuts = how.top_k > 0 && how.top_k < columns;
   if (cuts || how.top_p < 1.0) {
     row.count();
@@ -290,8 +308,6 @@ static inline void draw(Team& team, int64_t thread, const Draw* draws, int64_t r
                         int64_t* tokens) {
   double* own = scratch + thread * 5 * columns;
   team.share(rows, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
-      tokens[i] = draws[i].logits ? draw(draws[i].logits, columns, draws[i], own)
-                                  : draw(draws[i].adjusted, columns, draws[i], own);
+    for (int64_t i = first; i < last; ++i) tokens[i] = draw(draws[i], columns, own);
   });
 }
