@@ -1,4 +1,6 @@
-// Draws tokens: bias, mask, penalties ▸ temperature ▸ top-k ▸ top-p ▸ min-p ▸ inverse CDF, as gpu_worker/sampler.py says, in double.
+// Draws tokens, as gpu_worker/sampler.py says, in double:
+//
+//   bias, mask, penalties ▸ temperature ▸ top-k ▸ top-p ▸ min-p ▸ inverse CDF
 //
 // All filters keep the likeliest first, of equal ones the lowest id: each is a cut in that one order. Nothing is sorted: of
 // the one bucket of scores that a cut goes through, the likeliest come off a heap until there are enough.
