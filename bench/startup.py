@@ -52,10 +52,10 @@ def start_once(options: list[str], kv_memory_mb: int) -> Started:
         pids = stack.pids()
         memory = {name: Memory.parse(Path(f"/proc/{pid}/smaps_rollup").read_text()) for name, pid in pids.items()}
         workers = [pid for name, pid in pids.items() if name.startswith("worker")]
-        return Started(stack.ready_s, stack.services_s, memory, _weight_files(workers))
+        return Started(stack.ready_s, stack.services_s, memory, weight_files(workers))
 
 
-def _weight_files(pids: list[int]) -> dict[str, int]:
+def weight_files(pids: list[int]) -> dict[str, int]:
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if line.endswith(".safetensors")}
     return {path: Path(path).stat().st_size for path in paths}
