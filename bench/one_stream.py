@@ -1,9 +1,9 @@
 """One stream through a whole stack, against reading the weights once: `python -m bench.one_stream`.
 
-    memory read | stack with float32 weights: 4 answers, their TPOT | memory read     … bfloat16, int8, the next round
+    stack with float32 weights:  memory read | 4 answers, their TPOT | memory read     … bfloat16, int8, the next round
 
-A decode step of one sequence reads every weight, so its time is held against what torch's threads need to read as many
-bytes in the same minute: memory is not equally fast from one to the next.
+A decode step of one sequence reads every weight (of a model whose embedding is its head), so its time is held against
+what torch's threads need to read as many bytes in the same minute: memory is not equally fast from one to the next.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bench.server_rounds import random_prompt
 from bench.stack import running_stack
 from bench.startup import weight_files
 
+WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 READ_BYTES = 512 << 20
 READS = 12
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
@@ -69,7 +70,7 @@ def measure(weight_dtype: str, buffer: torch.Tensor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weight-dtypes", nargs="+", default=("float32", "bfloat16", "int8"))
+    parser.add_argument("--weight-dtypes", nargs="+", choices=WEIGHT_DTYPES, default=WEIGHT_DTYPES)
     parser.add_argument("--threads", type=int, default=2, help="that read")
     parser.add_argument("--rounds", type=int, default=2)
     asked = parser.parse_args()

@@ -149,9 +149,8 @@ class Mesh:
         except RedisConnectionError:
             if not was_open:
                 raise
-        return await self._submit_pipe.execute(
-            commands
-        )  # it had broken unseen, perhaps long ago; adding twice is harmless
+        # It had broken unseen, perhaps long ago. What got in nevertheless is not added twice.
+        return await self._submit_pipe.execute(commands)
 
     def _submit_of(self, entries: Sequence[RequestEntry], lane: str, limit: int) -> _Submit:
         names = [keys.live(self._cell), keys.requests(self._cell, lane)]

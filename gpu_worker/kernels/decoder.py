@@ -112,7 +112,7 @@ class _Logits:
         if found is None:
             most = self._by_rows[max(self._by_rows)]
             if rows > len(most):
-                most = torch.empty(rows * 5 // 4, most.shape[1])  # more sequences come one by one
+                most = torch.empty(rows * 5 // 4 + 4, most.shape[1])  # more sequences come one by one
                 self._by_rows = {len(most): most}
             found = self._by_rows[rows] = most[:rows]
         return found

@@ -230,7 +230,8 @@ class Kernels:
     def draw(self, rows: Sequence[DrawnRow], scratch: torch.Tensor) -> list[int | None]:
         """Implements gpu_worker.sampler.Draw, of rows of one length; scratch: draw_scratch(length)."""
         columns = len(rows[0].logits)
-        assert scratch.shape == draw_scratch_shape(columns)
+        threads, doubles = draw_scratch_shape(columns)
+        assert len(scratch) >= threads and scratch.shape[1] == doubles
         changes = [LogitChanges(row) for row in rows]
         draws = (structs.Draw * len(rows))(*map(draw_struct, rows, changes))
         assert all(row.logits.shape == (columns,) for row in rows)

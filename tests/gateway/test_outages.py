@@ -63,7 +63,7 @@ async def test_a_request_whose_answer_was_lost_is_not_counted_twice(
     new_stack: StackOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It filled the cell itself: sent again, it must not be refused, and then run for nobody."""
-    async with new_stack(saying([2]), max_live_requests=1) as stack:
+    async with new_stack(saying([2]), max_live_requests=2) as stack:
         assert (await stack.complete())[0] == 200
         execute = RedisPipe.execute
         lost: list[list[Any]] = []
@@ -76,7 +76,7 @@ async def test_a_request_whose_answer_was_lost_is_not_counted_twice(
             return answers
 
         monkeypatch.setattr(RedisPipe, "execute", loses_one)
-        assert (await stack.complete())[0] == 200
+        assert (await stack.complete(["one", "two"]))[0] == 200
         assert lost == [[1]]
         assert await stack.scheduler.live() == 0
 

@@ -26,6 +26,7 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 5.0},
     {"temperature": 1e-5, "top_k": 7},
     {"temperature": 0.1, "top_k": 50},
+    {"temperature": 0.01, "top_k": 900, "top_p": 0.9},
     {"temperature": 100.0, "top_p": 0.9},
     {"temperature": 1e4, "top_p": 0.3},
     {"top_k": 1},

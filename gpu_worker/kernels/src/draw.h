@@ -172,7 +172,7 @@ struct Row {
   // Shares the scores out among the buckets, which reach as far as they do. Several histograms side by side, so that
   // neighbours in one bucket do not wait for each other.
   void count() {
-    double least = -1e-9;
+    double least = -1e-300;
     for (int64_t i = 0; i < columns; ++i) least = scores[i] < least && scores[i] >= LEAST_SCORE ? scores[i] : least;
     buckets_in_one = BUCKETS / -least;
     int64_t all_counts[HISTOGRAMS][BUCKETS] = {};
@@ -219,8 +219,10 @@ struct Row {
         mass += sums[b];
         continue;
       }
+      if (sums[b] == 0.0) return mass;  // nor has what is less likely any weight: keeping it changes nothing
       for (Heap heap = kept_of(b); heap.count > 0;) {
         const Candidate next = heap.take();
+        if (next.weight == 0.0) return mass;
         mass += next.weight;
         if (!enough(++count, mass)) continue;
         lowest = next.score, last_column = next.column;
