@@ -108,15 +108,6 @@ struct Next {
   }
 };
 
-// Values, each with one that is asked for.
-struct AskingValues {
-  const float *values, *asked;
-  int64_t stride, asked_stride;
-  AskingValues run(int64_t i) const { return {values + i * stride, asked + i * asked_stride, stride, asked_stride}; }
-  __attribute__((always_inline)) void ahead(int64_t step) const { __builtin_prefetch(asked + step * asked_stride, 0, 2); }
-  vec at(int64_t step, int v) const { return load(values + step * stride + v * LANES); }
-};
-
 // Scores of R rows of queries and 16 keys [16][stride], as Tile has them: a chain over head_dim, in order.
 template <int R>
 static inline void score_where_they_lie(const float* queries, const float* keys, int64_t stride, int64_t head_dim,
@@ -217,7 +208,7 @@ static inline void weigh_where_they_lie(const Shape& shape, const float* weights
     Tile<R, P> product;
     product.read(partials + panel * COLUMNS, size);
     if (is_first) product.scale_rows(shrink);
-    AskingValues columns[P];
+    AskingFloats columns[P];
     for (int p = 0; p < P; ++p) {
       const int64_t column = (panel + p) * COLUMNS;
       columns[p] = {values + column, next.from + column, stride, next.stride};

@@ -61,14 +61,6 @@ struct Kept {
   }
 };
 
-// Floats that are in the cache; with a row of them, one of those that come next is asked for.
-struct AskingFloats {
-  const float *values = nullptr, *next = nullptr;
-  AskingFloats run(int64_t i) const { return {values + i * COLUMNS, next + i * COLUMNS}; }
-  __attribute__((always_inline)) void ahead(int64_t step) const { __builtin_prefetch(next + step * COLUMNS, 0, 2); }
-  vec at(int64_t step, int v) const { return load(values + step * COLUMNS + v * LANES); }
-};
-
 // A panel from row `start` on, a multiple of RUN; one of P that are read beside each other, from their first rows on.
 template <Stored S, int P = 1>
 static inline auto source(const Linear& w, int64_t panel, int64_t start = 0) {

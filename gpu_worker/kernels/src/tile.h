@@ -23,6 +23,15 @@ struct Floats {
   vec at(int64_t step, int v) const { return load(values + step * stride + v * LANES); }
 };
 
+// The same; with each row, one of what is wanted next is asked for, into the second cache.
+struct AskingFloats {
+  const float *values, *asked;
+  int64_t stride = COLUMNS, asked_stride = COLUMNS;
+  AskingFloats run(int64_t i) const { return {values + i * stride, asked + i * asked_stride, stride, asked_stride}; }
+  __attribute__((always_inline)) void ahead(int64_t step) const { __builtin_prefetch(asked + step * asked_stride, 0, 2); }
+  vec at(int64_t step, int v) const { return load(values + step * stride + v * LANES); }
+};
+
 template <int R, int P = 1>
 struct Tile {
   vec sums[P][R][VECS];
